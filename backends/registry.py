@@ -1,0 +1,112 @@
+"""Name -> lazy factory. Listing what exists imports neither torch nor any backend.
+
+Third parties add theirs with an entry point in the group ``attn_graph.backends`` whose object is a `BackendInfo`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+ENTRY_POINT_GROUP = "attn_graph.backends"
+
+DECODE_MODES = ("decode", "idle")
+SPEC_MODES = ("draft_decode", "target_verify", "draft_extend", "draft_extend_v2")
+
+
+class UnknownName(LookupError):
+    """A name that is not registered; the message lists what is and the nearest match."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What can be said about a backend without importing it.
+
+    Attributes:
+        name: registry name, as on the command line.
+        kind: ``backend``, ``wrapper`` or ``runner``.
+        family: shape of its metadata, e.g. ``page_table`` or ``csr``.
+        pattern: ``A`` (bind, then run the replay body), ``B`` (build and refresh share a helper) or ``-``.
+        modes: forward modes it serves, by name.
+        target: ``module:attribute`` of the class, relative to this package or absolute.
+        note: one line: what only its own hardware or vendor package could show, if anything.
+        dispatches: ATen dispatches of one classic rebuild by mode (without SWA, with SWA), where specified.
+    """
+
+    name: str
+    kind: str
+    family: str
+    pattern: str
+    modes: tuple[str, ...]
+    target: str
+    note: str = ""
+    dispatches: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    def load(self):
+        """Import and return the class."""
+        module, _, attribute = self.target.partition(":")
+        return getattr(import_module(module, package=__package__), attribute)
+
+
+BUILTIN: tuple[BackendInfo, ...] = (
+    BackendInfo(
+        name="trtllm_mha",
+        kind="backend",
+        family="page_table",
+        pattern="A",
+        modes=DECODE_MODES + SPEC_MODES,
+        target=".trtllm_mha:TrtllmMhaBackend",
+        note="metadata only; the XQA and trtllm-gen attention kernels themselves are not run",
+        dispatches={
+            "decode": (16, 28),
+            "idle": (16, 28),
+            "draft_decode": (19, 31),
+            "target_verify": (18, 30),
+            "draft_extend": (21, 33),
+            "draft_extend_v2": (20, 32),
+        },
+    ),
+    BackendInfo(
+        name="decode",
+        kind="runner",
+        family="static_slots",
+        pattern="-",
+        modes=DECODE_MODES + SPEC_MODES,
+        target=".runners.decode:DecodeRunner",
+    ),
+)
+
+
+@cache
+def registered() -> dict[str, BackendInfo]:
+    """All entries by name, built-in first, then entry points. A third party cannot replace a built-in name."""
+    found = {info.name: info for info in BUILTIN}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        info = point.load()
+        if not isinstance(info, BackendInfo):
+            raise TypeError(f"entry point {point.name!r} must be a BackendInfo, got {type(info).__name__}")
+        found.setdefault(info.name, info)
+    return found
+
+
+def lookup(name: str, kind: str = "backend") -> BackendInfo:
+    """The entry called `name`.
+
+    Raises:
+        UnknownName: with the known names and the nearest one.
+    """
+    known = [info.name for info in registered().values() if info.kind == kind]
+    info = registered().get(name)
+    if info is None or info.kind != kind:
+        raise UnknownName(unknown_message(kind, name, known))
+    return info
+
+
+def unknown_message(what: str, name: str, known: list[str]) -> str:
+    """``unknown backend 'x'. Known: a, b. Did you mean 'a'?``"""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}. Known: {', '.join(known)}.{hint}"

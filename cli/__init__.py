@@ -1,0 +1,1 @@
+"""The command line. Importing this package imports no torch."""

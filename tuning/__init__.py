@@ -1,0 +1,1 @@
+"""How block sizes are chosen and where the choice is kept."""
