@@ -16,6 +16,7 @@ import torch
 
 from .batch import ForwardBatch, Pools
 from .modes import ForwardMode, Implementation, TailPolicy
+from .oracle import Expected, HostBatch, HostPools
 
 
 class ConfigError(ValueError):
@@ -110,11 +111,7 @@ class AttentionBackend(ABC):
         """The fused kernel stops at the live length; ATen writes the batch's widest row, or all it could record."""
         if implementation is Implementation.FUSED:
             return TailPolicy.LIVE_ONLY
-        return (
-            TailPolicy.STATIC_FULL
-            if recorded or implementation is Implementation.COMPILE
-            else TailPolicy.BATCH_MAX
-        )
+        return TailPolicy.STATIC_FULL if recorded or implementation is Implementation.COMPILE else TailPolicy.BATCH_MAX
 
     # The three moments.
 
@@ -165,6 +162,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def rebuild_fused(self, fb: ForwardBatch, md: Any) -> None:
         """One Triton launch."""
+
+    @abstractmethod
+    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
+        """The oracle's word on every metadata field, by its path in the metadata object, under this instance's
+        tail policy. Plain NumPy: shares no code with the rebuilds."""
 
     def _choose_rebuild(self):
         if self.implementation is Implementation.FUSED:

@@ -208,8 +208,12 @@ def _check_lengths(lengths: np.ndarray, limit: int, spec: object) -> None:
 
 
 def live_batch(
-    mode: ForwardMode, lengths: Sequence[int] | np.ndarray, rows: Sequence[int] | np.ndarray, pools: Pools,
-    tokens_per_req: int, rng: np.random.Generator,
+    mode: ForwardMode,
+    lengths: Sequence[int] | np.ndarray,
+    rows: Sequence[int] | np.ndarray,
+    pools: Pools,
+    tokens_per_req: int,
+    rng: np.random.Generator,
 ) -> LiveBatch:
     """A batch over given rows, with write slots taken from the table where the mode writes its tokens.
 

@@ -1,1 +1,137 @@
-"""See the modules."""
+"""Slow, obvious references in plain NumPy: what every metadata field must hold after a rebuild.
+
+Independent of torch and of the kernels on purpose. `values` is what a correct rebuild leaves, `written` which cells it
+writes under a tail policy, `live` which cells an attention kernel may read. Everything else must keep its poison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..modes import TailPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One metadata field after a rebuild.
+
+    Attributes:
+        values: array of the field's own shape and dtype; meaningful where `written`.
+        written: bool, same shape.
+        live: bool, same shape; a subset of `written` plus presets.
+    """
+
+    values: np.ndarray
+    written: np.ndarray
+    live: np.ndarray
+
+    @staticmethod
+    def whole(values: np.ndarray) -> Expected:
+        """A field that a rebuild writes entirely."""
+        every = np.ones(values.shape, dtype=bool)
+        return Expected(values, every, every)
+
+    @staticmethod
+    def preset(values: np.ndarray) -> Expected:
+        """A constant: read by kernels, never rewritten."""
+        return Expected(values, np.zeros(values.shape, dtype=bool), np.ones(values.shape, dtype=bool))
+
+    @staticmethod
+    def prefix_sum(counts: np.ndarray) -> Expected:
+        """int32 [B + 1]: zero, then the running sum; index 0 is set once and not rewritten."""
+        values = np.zeros(len(counts) + 1, dtype=np.int32)
+        total = 0
+        for i, n in enumerate(counts):
+            total += int(n)
+            values[i + 1] = total
+        written = np.ones(values.shape, dtype=bool)
+        written[0] = False
+        return Expected(values, written, np.ones(values.shape, dtype=bool))
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A padded batch on the host. B rows.
+
+    Attributes:
+        mode: captured mode.
+        req_pool_indices, seq_lens: [B].
+        out_cache_loc: [n], n <= T.
+        tokens_per_req: T // B.
+        num_accept_tokens: [B] or None.
+    """
+
+    mode: str
+    req_pool_indices: np.ndarray
+    seq_lens: np.ndarray
+    out_cache_loc: np.ndarray
+    tokens_per_req: int
+    num_accept_tokens: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostPools:
+    """The engine's tables on the host: see `batch.Pools`."""
+
+    req_to_token: np.ndarray
+    full_to_swa: np.ndarray | None = None
+    swa_write: bool = True
+
+
+def pages(length: int, page_size: int) -> int:
+    """Pages that `length` tokens occupy."""
+    return -(-int(length) // page_size)
+
+
+def columns_written(lengths: np.ndarray, page_size: int, width: int, tail: TailPolicy) -> list[int]:
+    """Columns each row's rebuild touches."""
+    live = [min(pages(n, page_size), width) for n in lengths]
+    if tail in (TailPolicy.STATIC_FULL, TailPolicy.ZERO_TAIL):
+        return [width] * len(live)
+    if tail is TailPolicy.BATCH_MAX:
+        return [max(live, default=0)] * len(live)
+    return live
+
+
+def swa_slot(slot: int, full_to_swa: np.ndarray) -> int:
+    """The sliding-window slot; -1 has none."""
+    return -1 if slot == -1 else int(full_to_swa[slot])
+
+
+def page_table(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    pools: HostPools,
+    page_size: int,
+    width: int,
+    tail: TailPolicy,
+    *,
+    swa: bool = False,
+) -> Expected:
+    """int32 [B, width]: page id of each page's first token, floor division, so that slot -1 gives page -1."""
+    values = np.zeros((len(rows), width), dtype=np.int32)
+    written = np.zeros(values.shape, dtype=bool)
+    live = np.zeros(values.shape, dtype=bool)
+    for r, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        n_live = min(pages(length, page_size), width)
+        n_written = columns_written(lengths, page_size, width, tail)[r]
+        live[r, :n_live] = True
+        written[r, :n_written] = True
+        for p in range(n_written):
+            if tail is TailPolicy.ZERO_TAIL and p >= n_live:
+                continue
+            slot = int(pools.req_to_token[row, p * page_size])
+            if swa:
+                slot = swa_slot(slot, pools.full_to_swa)
+            values[r, p] = slot // page_size
+    return Expected(values, written, live)
+
+
+def write_slots(out_cache_loc: np.ndarray, size: int, full_to_swa: np.ndarray) -> Expected:
+    """int64 [size]: mapped write slots, zeros behind them."""
+    values = np.zeros(size, dtype=np.int64)
+    for i, slot in enumerate(out_cache_loc):
+        values[i] = swa_slot(int(slot), full_to_swa)
+    return Expected.whole(values)

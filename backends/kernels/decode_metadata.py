@@ -1,0 +1,337 @@
+"""Page-table attention metadata in one launch: lengths, both prefix sums, page tables, sliding-window write slots.
+
+Programs, in order: one for the prefix sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each row,
+striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+
+from ..modes import TailPolicy
+from .device import batch_max, ceil_pages, floor_div, swa_slot
+from .launch import launch
+
+SLOT_BLOCK = 512
+SCAN_BLOCK = 1024
+"""Rows scanned at once by the prefix-sum program; larger batches are carried over chunks."""
+
+
+class QueryMode(IntEnum):
+    """How cu_seqlens_q comes about: preset at capture, running sum of qlens, or a fixed stride."""
+
+    PRESET = 0
+    CUMSUM = 1
+    STRIDED = 2
+
+
+_TAILS = {
+    TailPolicy.LIVE_ONLY: 0,
+    TailPolicy.STATIC_FULL: 1,
+    TailPolicy.ZERO_TAIL: 2,
+    TailPolicy.BATCH_MAX: 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeMetadataConfig:
+    """Block sizes, the tunable part.
+
+    Attributes:
+        programs_per_row: programs that share one row of the page table.
+        block: page columns per program and turn.
+        num_warps: warps per program.
+    """
+
+    programs_per_row: int
+    block: int
+    num_warps: int
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
+    """Block sizes from what is known at capture.
+
+    Long tables of small batches need several programs per row, or one multiprocessor walks the row alone; but an
+    idle program costs about 0.6 ns, so the grid stays near two programs per multiprocessor of a large GPU.
+    """
+    block = 64 if max_seq_pages <= 64 else 128 if max_seq_pages <= 8192 else 256
+    blocks = triton.cdiv(max_seq_pages, block)
+    return DecodeMetadataConfig(max(1, min(blocks, 256 // max(bs, 1))), block, 1 if block == 64 else 4)
+
+
+@triton.jit(do_not_specialize=["bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride"])
+def _decode_metadata_kernel(
+    req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc, qlens,
+    cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_out_cache_loc,
+    bs, seqlen_offset, max_seq_pages, n_loc, n_swa_out, q_stride,
+    req_to_token_stride, page_table_stride, swa_page_table_stride, loc_stride,
+    PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr, SLOT_PROGRAMS: tl.constexpr,
+    Q_MODE: tl.constexpr, TAIL: tl.constexpr, WRITE_CU_ZERO: tl.constexpr,
+    PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if pid == 0:
+        _prefix_sums(
+            seq_lens,
+            qlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            bs,
+            seqlen_offset,
+            q_stride,
+            Q_MODE,
+            WRITE_CU_ZERO,
+            SCAN,
+        )
+    elif pid <= SLOT_PROGRAMS:
+        _write_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
+    else:
+        part = pid - 1 - SLOT_PROGRAMS
+        row = part // PROGRAMS_PER_ROW
+        first = (part % PROGRAMS_PER_ROW) * BLOCK
+        # Both loads are independent; the first table load below needs only the pool row, so it is issued before
+        # the length has arrived. It may read a column past the live prefix, never past the table.
+        pool = tl.load(req_pool_indices + row).to(tl.int64)
+        length = tl.load(seq_lens + row).to(tl.int32) + seqlen_offset
+        tokens = req_to_token + pool * req_to_token_stride
+        columns = first + tl.arange(0, BLOCK)
+        slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < max_seq_pages, other=0)
+
+        live = tl.minimum(ceil_pages(length, PAGE_SIZE), max_seq_pages)
+        filled = live
+        if TAIL == 1:
+            filled = max_seq_pages
+        if TAIL == 3:
+            widest = batch_max(seq_lens, seqlen_offset, bs, SCAN)
+            filled = tl.minimum(ceil_pages(widest, PAGE_SIZE), max_seq_pages)
+        if first == 0:
+            tl.store(cache_seqlens + row, length)
+
+        pages = page_table + row.to(tl.int64) * page_table_stride
+        swa_pages = swa_page_table + row.to(tl.int64) * swa_page_table_stride
+        _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+        step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
+        for start in range(first + step, filled, step):
+            columns = start + tl.arange(0, BLOCK)
+            slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < filled, other=0)
+            _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+        if TAIL == 2:
+            for start in range(first, max_seq_pages, step):
+                columns = start + tl.arange(0, BLOCK)
+                dead = (columns >= filled) & (columns < max_seq_pages)
+                zero = tl.zeros([BLOCK], tl.int32)
+                tl.store(pages + columns, zero, mask=dead)
+                if HAS_SWA:
+                    tl.store(swa_pages + columns, zero, mask=dead)
+
+
+@triton.jit
+def _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr):
+    mask = columns < filled
+    tl.store(pages + columns, floor_div(slot, PAGE_SIZE), mask=mask)
+    if HAS_SWA:
+        swa = swa_slot(swa_mapping, slot, mask).to(tl.int32)
+        tl.store(swa_pages + columns, floor_div(swa, PAGE_SIZE), mask=mask)
+
+
+@triton.jit
+def _prefix_sums(
+    seq_lens, qlens, cu_seqlens_q, cu_seqlens_k, bs, seqlen_offset, q_stride,
+    Q_MODE: tl.constexpr, WRITE_CU_ZERO: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    total_k = tl.full((), 0, tl.int32)
+    total_q = tl.full((), 0, tl.int32)
+    for start in range(0, bs, SCAN):
+        i = start + tl.arange(0, SCAN)
+        mask = i < bs
+        lens = tl.where(mask, tl.load(seq_lens + i, mask=mask, other=0).to(tl.int32) + seqlen_offset, 0)
+        tl.store(cu_seqlens_k + 1 + i, total_k + tl.cumsum(lens, 0), mask=mask)
+        total_k += tl.sum(lens, 0)
+        if Q_MODE == 1:
+            queries = tl.load(qlens + i, mask=mask, other=0).to(tl.int32)
+            tl.store(cu_seqlens_q + 1 + i, total_q + tl.cumsum(queries, 0), mask=mask)
+            total_q += tl.sum(queries, 0)
+        if Q_MODE == 2:
+            tl.store(cu_seqlens_q + 1 + i, (i + 1) * q_stride, mask=mask)
+    if WRITE_CU_ZERO:
+        tl.store(cu_seqlens_k, tl.full((), 0, tl.int32))
+        if Q_MODE != 0:
+            tl.store(cu_seqlens_q, tl.full((), 0, tl.int32))
+
+
+@triton.jit
+def _write_slots(
+    swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, block, SLOTS: tl.constexpr
+):
+    i = block * SLOTS + tl.arange(0, SLOTS)
+    given = i < tl.minimum(n_loc, n_swa_out)
+    loc = tl.load(out_cache_loc + i.to(tl.int64) * loc_stride, mask=given, other=0)
+    slots = tl.where(given, swa_slot(swa_mapping, loc, given), 0)
+    tl.store(swa_out_cache_loc + i, slots, mask=i < n_swa_out)
+
+
+def update_decode_metadata(
+    *,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    page_table: torch.Tensor,
+    bs: int,
+    seqlen_offset: int = 0,
+    max_seq_pages: int | None = None,
+    page_size: int,
+    swa_mapping: torch.Tensor | None = None,
+    swa_page_table: torch.Tensor | None = None,
+    out_cache_loc: torch.Tensor | None = None,
+    swa_out_cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    qlens: torch.Tensor | None = None,
+    q_stride: int = 0,
+    q_mode: int = QueryMode.PRESET,
+    tail: TailPolicy = TailPolicy.LIVE_ONLY,
+    write_cu_zero: bool = False,
+    config: DecodeMetadataConfig | None = None,
+) -> None:
+    """Rebuild page-table attention metadata in place, in one launch. All tensors on one device.
+
+    Args:
+        req_pool_indices: [>=bs] int32 or int64. Row of req_to_token for each request.
+        seq_lens: [>=bs] int32 or int64, in tokens.
+        req_to_token: [rows, width] int32, row-contiguous, width > (max_seq_pages - 1) * page_size. -1 gives page -1.
+        cache_seqlens: [>=bs] int32, out: seq_lens + seqlen_offset.
+        cu_seqlens_k: [>=bs + 1] int32, out from index 1: running sum of cache_seqlens.
+        page_table: [>=bs, >=max_seq_pages] int32, row-contiguous, out: floor(slot of a page's first token / P).
+        bs: rows to rebuild; 0 does nothing.
+        seqlen_offset: tokens added to each length.
+        max_seq_pages: columns that may be written; the table's width if None.
+        swa_mapping: [slots + 1] int64, full slot -> sliding-window slot; -1 stays -1.
+        swa_page_table: like page_table, out: pages of the mapped slots. Needs swa_mapping.
+        out_cache_loc: [n] int32 or int64, write slots of this step's tokens.
+        swa_out_cache_loc: [T] int64, out: mapped out_cache_loc, then zeros. Needs swa_mapping and out_cache_loc.
+        cu_seqlens_q: [>=bs + 1] int32, out from index 1 unless q_mode is PRESET.
+        qlens: [>=bs] int32, queries per request, for q_mode CUMSUM.
+        q_stride: queries per request, for q_mode STRIDED.
+        q_mode: QueryMode.
+        tail: what happens right of a row's live prefix.
+        write_cu_zero: also write index 0 of the prefix sums.
+        config: block sizes; `default_config` if None.
+
+    Raises:
+        ValueError: a dtype, shape or combination differs from the above; nothing is launched then.
+
+    Not checked: that lengths fit the table (reading them would stall the stream). Columns past max_seq_pages are
+    never written, so a length that is too long loses its last pages instead of overwriting the next row.
+    Cost: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
+    """
+    width = page_table.shape[1] if max_seq_pages is None else max_seq_pages
+    if bs == 0:
+        return
+    _check_vector("req_pool_indices", req_pool_indices, bs, (torch.int32, torch.int64))
+    _check_vector("seq_lens", seq_lens, bs, (torch.int32, torch.int64))
+    _check_vector("cache_seqlens", cache_seqlens, bs, (torch.int32,))
+    _check_vector("cu_seqlens_k", cu_seqlens_k, bs + 1, (torch.int32,))
+    _check_table("page_table", page_table, bs, width)
+    _check_source(req_to_token, width, page_size)
+    has_swa = swa_page_table is not None
+    if has_swa:
+        _check_table("swa_page_table", swa_page_table, bs, width)
+    has_slots = swa_out_cache_loc is not None
+    if (has_swa or has_slots) and swa_mapping is None:
+        raise ValueError("swa_page_table and swa_out_cache_loc need swa_mapping, got None")
+    if has_slots:
+        if out_cache_loc is None:
+            raise ValueError("swa_out_cache_loc needs out_cache_loc, got None")
+        _check_vector("swa_out_cache_loc", swa_out_cache_loc, 0, (torch.int64,))
+        if out_cache_loc.shape[0] > swa_out_cache_loc.shape[0]:
+            raise ValueError(
+                f"out_cache_loc has {out_cache_loc.shape[0]} slots, swa_out_cache_loc only "
+                f"{swa_out_cache_loc.shape[0]}: pass the slots this step writes"
+            )
+    if q_mode != QueryMode.PRESET:
+        if cu_seqlens_q is None:
+            raise ValueError(f"q_mode {QueryMode(q_mode).name} needs cu_seqlens_q, got None")
+        _check_vector("cu_seqlens_q", cu_seqlens_q, bs + 1, (torch.int32,))
+    if q_mode == QueryMode.CUMSUM:
+        if qlens is None:
+            raise ValueError("q_mode CUMSUM needs qlens, got None")
+        _check_vector("qlens", qlens, bs, (torch.int32,))
+    launch_decode_metadata(
+        req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset, width,
+        page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens, q_stride,
+        int(q_mode), tail, write_cu_zero, config or default_config(bs, width),
+    )  # fmt: skip
+
+
+def launch_decode_metadata(
+    req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset,
+    max_seq_pages, page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens,
+    q_stride, q_mode, tail, write_cu_zero, config,
+):  # fmt: skip
+    """`update_decode_metadata` without its checks, for callers whose buffers were checked when they were bound."""
+    n_out = 0 if swa_out_cache_loc is None else swa_out_cache_loc.shape[0]
+    slot_programs = triton.cdiv(n_out, SLOT_BLOCK)
+    absent = cache_seqlens  # any valid pointer; the compiled variant never touches it
+    launch(
+        _decode_metadata_kernel,
+        (1 + slot_programs + bs * config.programs_per_row,),
+        (
+            req_pool_indices, seq_lens, req_to_token,
+            absent if swa_mapping is None else swa_mapping,
+            absent if out_cache_loc is None else out_cache_loc,
+            absent if qlens is None else qlens,
+            cache_seqlens,
+            absent if cu_seqlens_q is None else cu_seqlens_q,
+            cu_seqlens_k, page_table,
+            absent if swa_page_table is None else swa_page_table,
+            absent if swa_out_cache_loc is None else swa_out_cache_loc,
+            bs, seqlen_offset, max_seq_pages,
+            0 if out_cache_loc is None else out_cache_loc.shape[0],
+            n_out, q_stride,
+            req_to_token.stride(0), page_table.stride(0),
+            0 if swa_page_table is None else swa_page_table.stride(0),
+            1 if out_cache_loc is None else out_cache_loc.stride(0),
+        ),
+        {
+            "PAGE_SIZE": page_size,
+            "HAS_SWA": swa_page_table is not None,
+            "SLOT_PROGRAMS": slot_programs,
+            "Q_MODE": q_mode,
+            "TAIL": _TAILS[tail],
+            "WRITE_CU_ZERO": write_cu_zero,
+            "PROGRAMS_PER_ROW": config.programs_per_row,
+            "BLOCK": config.block,
+            "SCAN": min(SCAN_BLOCK, max(16, triton.next_power_of_2(bs))),
+            "SLOTS": SLOT_BLOCK,
+            "num_warps": config.num_warps,
+        },
+    )  # fmt: skip
+
+
+def _check_vector(name: str, x: torch.Tensor, least: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.dim() != 1 or x.shape[0] < least:
+        raise ValueError(f"{name} must be a vector of at least {least}, got shape {list(x.shape)}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.shape[0] > 1 and x.stride(0) != 1:
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def _check_table(name: str, x: torch.Tensor, rows: int, columns: int) -> None:
+    if x.dim() != 2 or x.shape[0] < rows or x.shape[1] < columns or x.dtype is not torch.int32:
+        raise ValueError(f"{name} must be int32 of at least [{rows}, {columns}], got {x.dtype} {list(x.shape)}")
+    if x.stride(1) != 1:
+        raise ValueError(f"{name} must be row-contiguous, got strides {list(x.stride())}")
+
+
+def _check_source(req_to_token: torch.Tensor, columns: int, page_size: int) -> None:
+    _check_table("req_to_token", req_to_token, 1, (columns - 1) * page_size + 1)

@@ -1,0 +1,42 @@
+"""Device functions shared by the kernels. Every one is plain index arithmetic, valid for any warp size."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def floor_div(x, D: tl.constexpr):
+    """x / D rounded down, D a positive constant. Triton's ``//`` truncates, which sends slot -1 to page 0."""
+    if D == 1:
+        return x
+    if (D & (D - 1)) == 0:
+        return (x - (x & (D - 1))) // D  # exact division: the low bits are the floor remainder, also below zero
+    q = x // D
+    return q - (x - q * D < 0).to(x.dtype)
+
+
+@triton.jit
+def swa_slot(mapping, slot, mask):
+    """Slot in the sliding-window pool; -1 stays -1. mapping: int64, slot: any integer; returns int64."""
+    known = slot >= 0
+    mapped = tl.load(mapping + slot.to(tl.int64), mask=mask & known, other=0)
+    return tl.where(known, mapped, -1)
+
+
+@triton.jit
+def ceil_pages(length, P: tl.constexpr):
+    """Pages that `length` tokens occupy; 0 for length <= 0."""
+    return floor_div(length + (P - 1), P)
+
+
+@triton.jit
+def batch_max(lens, offset, n, BLOCK: tl.constexpr):
+    """max(lens[:n]) + offset as int32, in chunks of BLOCK."""
+    top = tl.full((), -2147483648, tl.int32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        part = tl.load(lens + i, mask=i < n, other=-2147483648).to(tl.int32)
+        top = tl.maximum(top, tl.max(part, 0))
+    return top + offset

@@ -1,0 +1,239 @@
+"""The decode runner: static slots, padding to a captured size, hooks in order, one graph per captured size.
+
+A step is `load_batch` (fill static slots, choose the graph), `rebuild` (the metadata, where the placement puts it),
+`launch` (the main graph). The three are apart so that each can be timed alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..base import AttentionBackend, ConfigError, NotCapturedError
+from ..batch import ForwardBatch, LiveBatch, SpecInfo
+from ..modes import ForwardMode, Placement
+
+Mode = ForwardMode
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A live batch on the device, as a scheduler hands it over. b requests, t tokens each."""
+
+    mode: ForwardMode
+    req_pool_indices: torch.Tensor  # [b] int64, device
+    seq_lens: torch.Tensor  # [b], device
+    seq_lens_cpu: torch.Tensor  # [b], host
+    out_cache_loc: torch.Tensor  # [b * t] int64, device
+    positions: torch.Tensor  # [b * t] int64, device
+    num_accept_tokens: torch.Tensor | None  # [b] int32, device
+    num_accept_tokens_cpu: tuple[int, ...] | None
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+def upload(
+    live: LiveBatch,
+    device: torch.device | str,
+    *,
+    lens: torch.dtype = torch.int64,
+    rows: torch.dtype = torch.int64,
+) -> StepInputs:
+    """Put a live batch on the device. lens, rows: dtypes of seq_lens and req_pool_indices, int32 or int64."""
+    mirror = torch.from_numpy(live.seq_lens).to(lens)
+    accepted = live.num_accept_tokens
+    return StepInputs(
+        mode=live.mode,
+        req_pool_indices=torch.from_numpy(live.req_pool_indices).to(device, rows),
+        seq_lens=mirror.to(device, copy=True),
+        seq_lens_cpu=mirror,
+        out_cache_loc=torch.from_numpy(live.out_cache_loc).to(device),
+        positions=torch.from_numpy(live.positions).to(device),
+        num_accept_tokens=None if accepted is None else torch.from_numpy(accepted).to(device),
+        num_accept_tokens_cpu=None if accepted is None else tuple(accepted.tolist()),
+    )
+
+
+class StaticSlots:
+    """The runner's input buffers. Graphs read these addresses; every fill resets the padding behind the live rows."""
+
+    def __init__(
+        self,
+        max_bs: int,
+        tokens_per_req: int,
+        fill: int,
+        device: torch.device | str,
+        *,
+        lens: torch.dtype = torch.int64,
+        rows: torch.dtype = torch.int64,
+    ) -> None:
+        tokens = max_bs * tokens_per_req
+        self.tokens_per_req, self.fill_value = tokens_per_req, fill
+        self.req_pool_indices = torch.zeros(max_bs, dtype=rows, device=device)
+        self.seq_lens = torch.full((max_bs,), fill, dtype=lens, device=device)
+        self.seq_lens_cpu = torch.full((max_bs,), fill, dtype=lens)
+        self.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.num_accept_tokens = torch.full((max_bs,), tokens_per_req, dtype=torch.int32, device=device)
+
+    def fill(self, step: StepInputs, bucket: int) -> None:
+        """Copy live rows in, pad [b:bucket]: row 0, fill length, slot 0, position 0, all tokens accepted."""
+        b, t = step.batch_size, self.tokens_per_req
+        for slot, live, pad in (
+            (self.req_pool_indices, step.req_pool_indices, 0),
+            (self.seq_lens, step.seq_lens, self.fill_value),
+            (self.seq_lens_cpu, step.seq_lens_cpu, self.fill_value),
+        ):
+            slot[:b].copy_(live)
+            slot[b:bucket].fill_(pad)
+        for slot, live in ((self.out_cache_loc, step.out_cache_loc), (self.positions, step.positions)):
+            slot[: b * t].copy_(live)
+            slot[b * t : bucket * t].zero_()
+        if step.num_accept_tokens is not None:
+            self.num_accept_tokens[:b].copy_(step.num_accept_tokens)
+            self.num_accept_tokens[b:bucket].fill_(t)
+
+
+class DecodeRunner:
+    """Captures one graph per bucket and replays it for live batches of any size up to the largest.
+
+    Args:
+        backend: with its state initialised by this runner.
+        mode: captured mode; an IDLE step replays the same graph on padding.
+        buckets: batch sizes to capture.
+        slots: static inputs, possibly shared with other runners that never run at the same time.
+        placement: where the rebuild runs.
+        new_graph: makes an empty graph.
+        body: device work of the forward pass, recorded behind the in-graph hook; may be empty.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        mode: ForwardMode,
+        buckets: Sequence[int],
+        slots: StaticSlots,
+        placement: Placement,
+        new_graph: Callable[[], Any],
+        body: Callable[[], None] = lambda: None,
+    ) -> None:
+        if backend.recorded is (placement is Placement.EAGER):
+            raise ConfigError(
+                f"placement {placement} with recorded={backend.recorded}: eager rebuilds are not recorded"
+            )
+        self.backend, self.mode, self.slots, self.placement = backend, mode, slots, placement
+        self.buckets = sorted(set(buckets))
+        self._new_graph, self._body = new_graph, body
+        self.graphs: dict[int, Any] = {}
+        self.glue: dict[int, Any] = {}
+        backend.init_cuda_graph_state(self.buckets[-1], self.buckets[-1] * slots.tokens_per_req)
+        self.bucket = 0
+        self.view: ForwardBatch | None = None
+        self._prepare: Callable[[], None] = lambda: None
+        self.launch: Callable[[], None] = lambda: None
+
+    def capture(self) -> None:
+        """Capture every bucket, largest first, so that smaller graphs reuse the larger ones' memory.
+
+        Raises:
+            CaptureError: from the graph, if a hook does what a graph cannot hold.
+        """
+        for bucket in reversed(self.buckets):
+            batch = self.capture_batch(bucket)
+            self.slots.seq_lens[:bucket].fill_(self.slots.fill_value)
+            self.slots.seq_lens_cpu[:bucket].fill_(self.slots.fill_value)
+            self.slots.req_pool_indices[:bucket].zero_()
+            self.slots.out_cache_loc[: bucket * self.slots.tokens_per_req].zero_()
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            if self.placement is Placement.GLUE:
+                self.glue[bucket] = self._captured(lambda fb=batch: self._hook(fb))
+                self.graphs[bucket] = self._captured(self._body)
+            else:
+                self.graphs[bucket] = self._captured(lambda fb=batch: (self._hook(fb), self._body()))
+
+    def _hook(self, batch: ForwardBatch) -> None:
+        self.backend.init_forward_metadata_in_graph(batch)
+
+    def _captured(self, body: Callable[[], None]) -> Any:
+        graph = self._new_graph()
+        graph.capture(body, after_warmup=self.backend.on_after_cuda_graph_warmup)
+        return graph
+
+    def capture_batch(self, bucket: int) -> ForwardBatch:
+        """The batch a capture sees: static slices only, so that recorded work reads live data at replay."""
+        return self._batch(bucket, self.slots.out_cache_loc[: bucket * self.slots.tokens_per_req], self.mode, None)
+
+    def load_batch(self, step: StepInputs) -> None:
+        """Fill static slots, choose the graph, make the view for `rebuild`.
+
+        Raises:
+            NotCapturedError: the batch is larger than the largest captured size.
+            ConfigError: a length does not fit the tables.
+        """
+        self._check_lengths(step)
+        i = bisect_left(self.buckets, step.batch_size)
+        if i == len(self.buckets):
+            raise NotCapturedError(
+                f"batch size {step.batch_size} exceeds the captured sizes {', '.join(map(str, self.buckets))}"
+            )
+        self.bucket = self.buckets[i]
+        self.slots.fill(step, self.bucket)
+        # Write slots are the live tensor, unpadded: an out-of-graph rebuild must pad by itself.
+        self.view = self._batch(self.bucket, step.out_cache_loc, step.mode, step.num_accept_tokens_cpu)
+        self.launch = self.graphs[self.bucket].launch
+        glue = self.glue.get(self.bucket)
+        self._prepare = glue.launch if glue else lambda: None
+
+    def rebuild(self) -> None:
+        """Rebuild the metadata where the placement says; in the main graph this only selects the bound object."""
+        self.backend.init_forward_metadata_out_graph(self.view)
+        if self.placement is Placement.GLUE:
+            self._prepare()
+
+    def replay(self) -> None:
+        """Rebuild, then launch."""
+        self.rebuild()
+        self.launch()
+
+    def _batch(
+        self,
+        bucket: int,
+        out_cache_loc: torch.Tensor,
+        actual: ForwardMode,
+        accepted_cpu: tuple[int, ...] | None,
+    ) -> ForwardBatch:
+        s, t = self.slots, self.slots.tokens_per_req
+        padded = list(accepted_cpu or ()) + [t] * (bucket - len(accepted_cpu or ()))
+        spec = None
+        if self.mode.is_speculative:
+            spec = SpecInfo(
+                draft_token_num=t,
+                num_tokens_per_req=t,
+                num_accept_tokens=s.num_accept_tokens[:bucket],
+                num_accept_tokens_cpu=None if accepted_cpu is None else tuple(padded),
+                positions=s.positions[: bucket * t],
+            )
+        return ForwardBatch(
+            forward_mode=self.mode,
+            batch_size=bucket,
+            req_pool_indices=s.req_pool_indices[:bucket],
+            seq_lens=s.seq_lens[:bucket],
+            seq_lens_cpu=s.seq_lens_cpu[:bucket],
+            out_cache_loc=out_cache_loc,
+            positions=s.positions[: bucket * t],
+            spec_info=spec,
+            actual_forward_mode=actual,
+        )
+
+    def _check_lengths(self, step: StepInputs) -> None:
+        if step.batch_size == 0:
+            return
+        longest, limit = int(step.seq_lens_cpu.max()), self.backend.config.max_context
+        if longest > limit:
+            raise ConfigError(f"seq_lens has {longest} tokens, more than max_context {limit}")
