@@ -131,6 +131,10 @@ class AttentionBackend(ABC):
             raise NotCapturedError(self._not_captured(key)) from None
         if not self.recorded:
             self._rebuild(fb, self.forward_metadata)
+        self.plan(fb, self.forward_metadata)
+
+    def plan(self, fb: ForwardBatch, md: Any) -> None:
+        """Host work that no graph can hold (a vendor planner, host mirrors), after the rebuild. None by default."""
 
     def init_forward_metadata_in_graph(self, fb: ForwardBatch) -> None:
         """Device work of static shape. Recorded, so it sees the static slots whatever `fb` is at replay."""

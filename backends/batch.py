@@ -66,6 +66,8 @@ class ForwardBatch:
         spec_info: speculative fields or None.
         actual_forward_mode: live mode; IDLE while the captured mode is DECODE or TARGET_VERIFY.
         num_padding: padded rows, B minus live rows, or None where the engine does not say.
+        num_token_non_padded: [1] int32, live tokens of the batch on the device: what recorded work must read
+            where an eager rebuild would read the length of a live tensor. None where the runner has no such slot.
     """
 
     forward_mode: ForwardMode
@@ -80,6 +82,7 @@ class ForwardBatch:
     spec_info: SpecInfo | None = None
     actual_forward_mode: ForwardMode | None = None
     num_padding: int | None = None
+    num_token_non_padded: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,10 @@ class LiveBatch:
         out_cache_loc: [b * tokens_per_req] int64.
         positions: [b * tokens_per_req] int64.
         num_accept_tokens: [b] int32 or None, draft extend.
+        custom_mask: flat bool tree mask or None, target verify with topk > 1. Request r has N rows of seq_lens[r] + N
+            cells; cell j of row i says whether draft token i may read KV position j.
+        retrieve_next_token, retrieve_next_sibling: [b, N] int64 tree links or None, target verify; -1 ends a chain.
+        encoder_lens: [b] int32 or None; encoder tokens stored at the front of the req_to_token row.
     """
 
     mode: ForwardMode
@@ -101,6 +108,10 @@ class LiveBatch:
     out_cache_loc: np.ndarray
     positions: np.ndarray
     num_accept_tokens: np.ndarray | None = None
+    custom_mask: np.ndarray | None = None
+    retrieve_next_token: np.ndarray | None = None
+    retrieve_next_sibling: np.ndarray | None = None
+    encoder_lens: np.ndarray | None = None
 
     @property
     def batch_size(self) -> int:
@@ -116,11 +127,13 @@ class Pools:
         full_to_swa: [slots + page + 1] int64 or None. Slot in the sliding-window pool; last element -1, so that
             index -1 maps to -1.
         swa_write: whether the active KV pool itself is a sliding-window pool, i.e. writes need mapping too.
+        state_slots: [rows] int32 or None. Request row -> recurrent-state slot, for linear attention.
     """
 
     req_to_token: torch.Tensor
     full_to_swa: torch.Tensor | None = None
     swa_write: bool = True
+    state_slots: torch.Tensor | None = None
 
     @property
     def writes_swa(self) -> bool:
@@ -166,7 +179,8 @@ def make_pools(
         full[: n_pages * page_size][np.repeat(swa_pages == 0, page_size)] = 0
         full[-1] = -1
         mapping = torch.from_numpy(full).to(device)
-    return Pools(torch.from_numpy(table).to(device), mapping)
+    states = torch.from_numpy(rng.permutation(rows).astype(np.int32)).to(device)
+    return Pools(torch.from_numpy(table).to(device), mapping, state_slots=states)
 
 
 def context_lengths(spec: str | int | Sequence[int], n: int, limit: int, rng: np.random.Generator) -> np.ndarray:
@@ -214,11 +228,13 @@ def live_batch(
     pools: Pools,
     tokens_per_req: int,
     rng: np.random.Generator,
+    *,
+    topk: int = 0,
 ) -> LiveBatch:
     """A batch over given rows, with write slots taken from the table where the mode writes its tokens.
 
     `lengths` follow the mode's own meaning of seq_lens: decode includes the token being decoded, draft decode and
-    verify do not include the draft tokens, draft extend includes them.
+    verify do not include the draft tokens, draft extend includes them. Verify with topk > 1 gets a random tree.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     rows = np.asarray(rows, dtype=np.int64)
@@ -231,10 +247,42 @@ def live_batch(
     table = pools.req_to_token
     at_rows = torch.from_numpy(np.repeat(rows, tokens_per_req)).to(table.device)
     loc = table[at_rows, torch.from_numpy(positions).to(table.device)].cpu().numpy().astype(np.int64)
-    accepted = None
+    live = LiveBatch(mode, rows, lengths, loc, positions)
     if mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2):
         accepted = rng.integers(1, tokens_per_req + 1, len(lengths)).astype(np.int32)
-    return LiveBatch(mode, rows, lengths, loc, positions, accepted)
+        return replace(live, num_accept_tokens=accepted)
+    if mode is ForwardMode.TARGET_VERIFY:
+        return _with_tree(live, tokens_per_req, max(topk, 1), rng)
+    return live
+
+
+def _with_tree(live: LiveBatch, n: int, topk: int, rng: np.random.Generator) -> LiveBatch:
+    """Random draft trees of n tokens a request: parents, depths as positions, the mask and the child links."""
+    b = live.batch_size
+    parents = np.zeros((b, n), dtype=np.int64)
+    for i in range(1, n):  # topk 1 is a chain; wider trees attach anywhere above
+        parents[:, i] = i - 1 if topk == 1 else rng.integers(0, i, b)
+    sees = np.zeros((b, n, n), dtype=bool)
+    next_token = np.full((b, n), -1, dtype=np.int64)
+    next_sibling = np.full((b, n), -1, dtype=np.int64)
+    for r in range(b):
+        for i in range(n):
+            sees[r, i, i] = True
+            if i:
+                sees[r, i] |= sees[r, parents[r, i]]
+        for i in range(n - 1, 0, -1):  # children in reverse, so that the first child heads the chain
+            next_sibling[r, i] = next_token[r, parents[r, i]]
+            next_token[r, parents[r, i]] = i
+    rows = [np.hstack([np.ones((n, int(length)), dtype=bool), sees[r]]) for r, length in enumerate(live.seq_lens)]
+    mask = np.concatenate([m.ravel() for m in rows]) if rows else np.zeros(0, dtype=bool)
+    depth = sees.sum(axis=2) - 1
+    return replace(
+        live,
+        positions=(live.seq_lens[:, None] + depth).reshape(-1),
+        custom_mask=mask if topk > 1 else None,
+        retrieve_next_token=next_token,
+        retrieve_next_sibling=next_sibling,
+    )
 
 
 def idle_batch() -> LiveBatch:
@@ -254,6 +302,7 @@ class BatchShape:
         tokens_per_req: written tokens per request and step.
         reserve: tokens the mode adds on top of seq_lens; lengths stay within max_context - reserve.
         minimum: smallest legal seq_lens (draft extend counts its own tokens).
+        topk: branches of the draft tree, for verify.
     """
 
     mode: ForwardMode
@@ -263,6 +312,7 @@ class BatchShape:
     tokens_per_req: int = 1
     reserve: int = 0
     minimum: int = 1
+    topk: int = 0
 
     @property
     def limit(self) -> int:
@@ -288,7 +338,7 @@ def batch_sequence(shape: BatchShape, pools: Pools, seed: int) -> Iterator[LiveB
 
     def make(lengths: np.ndarray, rows: np.ndarray | None = None) -> LiveBatch:
         rows = np.resize(rows_of(len(lengths)), len(lengths)) if rows is None else rows
-        return live_batch(shape.mode, lengths, rows, pools, shape.tokens_per_req, rng)
+        return live_batch(shape.mode, lengths, rows, pools, shape.tokens_per_req, rng, topk=shape.topk)
 
     full, short = shape.bucket, max(shape.minimum, min(shape.limit, shape.page_size))
     yield make(np.resize(edges, full))

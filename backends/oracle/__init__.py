@@ -61,6 +61,12 @@ class HostBatch:
         out_cache_loc: [n], n <= T.
         tokens_per_req: T // B.
         num_accept_tokens: [B] or None.
+        positions: [T] or None.
+        custom_mask: flat bool, live requests only, or None.
+        live_requests: b; rows from b on are padding.
+        retrieve_next_token, retrieve_next_sibling: [b, N] or None.
+        encoder_lens: [B] or None.
+        seq_lens_fill: seq_lens of padding rows.
     """
 
     mode: str
@@ -69,6 +75,13 @@ class HostBatch:
     out_cache_loc: np.ndarray
     tokens_per_req: int
     num_accept_tokens: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    custom_mask: np.ndarray | None = None
+    live_requests: int = 0
+    retrieve_next_token: np.ndarray | None = None
+    retrieve_next_sibling: np.ndarray | None = None
+    encoder_lens: np.ndarray | None = None
+    seq_lens_fill: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,7 @@ class HostPools:
     req_to_token: np.ndarray
     full_to_swa: np.ndarray | None = None
     swa_write: bool = True
+    state_slots: np.ndarray | None = None
 
 
 def pages(length: int, page_size: int) -> int:

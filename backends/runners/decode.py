@@ -32,6 +32,10 @@ class StepInputs:
     positions: torch.Tensor  # [b * t] int64, device
     num_accept_tokens: torch.Tensor | None  # [b] int32, device
     num_accept_tokens_cpu: tuple[int, ...] | None
+    custom_mask: torch.Tensor | None = None  # flat bool, device
+    retrieve_next_token: torch.Tensor | None = None  # [b, N] int64, device
+    retrieve_next_sibling: torch.Tensor | None = None  # [b, N] int64, device
+    encoder_lens: torch.Tensor | None = None  # [b] int32, device
 
     @property
     def batch_size(self) -> int:
@@ -48,20 +52,34 @@ def upload(
     """Put a live batch on the device. lens, rows: dtypes of seq_lens and req_pool_indices, int32 or int64."""
     mirror = torch.from_numpy(live.seq_lens).to(lens)
     accepted = live.num_accept_tokens
+    there = lambda x: None if x is None else torch.from_numpy(x).to(device)  # noqa: E731
     return StepInputs(
         mode=live.mode,
         req_pool_indices=torch.from_numpy(live.req_pool_indices).to(device, rows),
         seq_lens=mirror.to(device, copy=True),
         seq_lens_cpu=mirror,
-        out_cache_loc=torch.from_numpy(live.out_cache_loc).to(device),
-        positions=torch.from_numpy(live.positions).to(device),
-        num_accept_tokens=None if accepted is None else torch.from_numpy(accepted).to(device),
+        out_cache_loc=there(live.out_cache_loc),
+        positions=there(live.positions),
+        num_accept_tokens=there(accepted),
         num_accept_tokens_cpu=None if accepted is None else tuple(accepted.tolist()),
+        custom_mask=there(live.custom_mask),
+        retrieve_next_token=there(live.retrieve_next_token),
+        retrieve_next_sibling=there(live.retrieve_next_sibling),
+        encoder_lens=there(live.encoder_lens),
     )
 
 
 class StaticSlots:
-    """The runner's input buffers. Graphs read these addresses; every fill resets the padding behind the live rows."""
+    """The runner's input buffers. Graphs read these addresses; every fill resets the padding behind the live rows.
+
+    Args:
+        max_bs: largest captured batch.
+        tokens_per_req: t, tokens per request and step.
+        fill: seq_lens of padding rows.
+        lens, rows: dtypes of seq_lens and req_pool_indices, int32 or int64.
+        mask_context: longest context of a tree mask, in tokens; 0 without a mask (topk of at most 1).
+        encoder_fill: encoder_lens at start, or None without an encoder; its padding keeps the last content.
+    """
 
     def __init__(
         self,
@@ -72,6 +90,8 @@ class StaticSlots:
         *,
         lens: torch.dtype = torch.int64,
         rows: torch.dtype = torch.int64,
+        mask_context: int = 0,
+        encoder_fill: int | None = None,
     ) -> None:
         tokens = max_bs * tokens_per_req
         self.tokens_per_req, self.fill_value = tokens_per_req, fill
@@ -81,6 +101,16 @@ class StaticSlots:
         self.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.num_accept_tokens = torch.full((max_bs,), tokens_per_req, dtype=torch.int32, device=device)
+        self.extend_seq_lens = torch.full((max_bs,), tokens_per_req, dtype=torch.int32, device=device)
+        self.num_token_non_padded = torch.zeros(1, dtype=torch.int32, device=device)
+        links = (max_bs, tokens_per_req)
+        self.retrieve_next_token = torch.full(links, -1, dtype=torch.int64, device=device)
+        self.retrieve_next_sibling = torch.full(links, -1, dtype=torch.int64, device=device)
+        cells = tokens * (mask_context + tokens_per_req) if mask_context else 0
+        self.custom_mask = torch.ones(cells, dtype=torch.bool, device=device) if cells else None
+        self.encoder_lens = (
+            None if encoder_fill is None else torch.full((max_bs,), encoder_fill, dtype=torch.int32, device=device)
+        )
 
     def fill(self, step: StepInputs, bucket: int) -> None:
         """Copy live rows in, pad [b:bucket]: row 0, fill length, slot 0, position 0, all tokens accepted."""
@@ -95,9 +125,18 @@ class StaticSlots:
         for slot, live in ((self.out_cache_loc, step.out_cache_loc), (self.positions, step.positions)):
             slot[: b * t].copy_(live)
             slot[b * t : bucket * t].zero_()
+        self.num_token_non_padded.fill_(b * t)
         if step.num_accept_tokens is not None:
             self.num_accept_tokens[:b].copy_(step.num_accept_tokens)
             self.num_accept_tokens[b:bucket].fill_(t)
+        if step.retrieve_next_token is not None:
+            self.retrieve_next_token[:b].copy_(step.retrieve_next_token)
+            self.retrieve_next_sibling[:b].copy_(step.retrieve_next_sibling)
+        if self.custom_mask is not None and step.custom_mask is not None:
+            # In place: a recorded rebuild reads this address, whoever built the tree.
+            self.custom_mask[: step.custom_mask.shape[0]].copy_(step.custom_mask)
+        if self.encoder_lens is not None and step.encoder_lens is not None:
+            self.encoder_lens[:b].copy_(step.encoder_lens)
 
 
 class DecodeRunner:
@@ -167,7 +206,7 @@ class DecodeRunner:
 
     def capture_batch(self, bucket: int) -> ForwardBatch:
         """The batch a capture sees: static slices only, so that recorded work reads live data at replay."""
-        return self._batch(bucket, self.slots.out_cache_loc[: bucket * self.slots.tokens_per_req], self.mode, None)
+        return self._batch(bucket, None)
 
     def load_batch(self, step: StepInputs) -> None:
         """Fill static slots, choose the graph, make the view for `rebuild`.
@@ -184,8 +223,7 @@ class DecodeRunner:
             )
         self.bucket = self.buckets[i]
         self.slots.fill(step, self.bucket)
-        # Write slots are the live tensor, unpadded: an out-of-graph rebuild must pad by itself.
-        self.view = self._batch(self.bucket, step.out_cache_loc, step.mode, step.num_accept_tokens_cpu)
+        self.view = self._batch(self.bucket, step)
         self.launch = self.graphs[self.bucket].launch
         glue = self.glue.get(self.bucket)
         self._prepare = glue.launch if glue else lambda: None
@@ -201,34 +239,58 @@ class DecodeRunner:
         self.rebuild()
         self.launch()
 
-    def _batch(
-        self,
-        bucket: int,
-        out_cache_loc: torch.Tensor,
-        actual: ForwardMode,
-        accepted_cpu: tuple[int, ...] | None,
-    ) -> ForwardBatch:
+    def _batch(self, bucket: int, step: StepInputs | None) -> ForwardBatch:
+        """The view of a padded batch: `step` None at capture.
+
+        At replay the write slots and the speculative tensors are the live ones, unpadded, as engines pass them: an
+        out-of-graph rebuild must pad by itself. Everything else is a static slice.
+        """
         s, t = self.slots, self.slots.tokens_per_req
-        padded = list(accepted_cpu or ()) + [t] * (bucket - len(accepted_cpu or ()))
-        spec = None
-        if self.mode.is_speculative:
-            spec = SpecInfo(
-                draft_token_num=t,
-                num_tokens_per_req=t,
-                num_accept_tokens=s.num_accept_tokens[:bucket],
-                num_accept_tokens_cpu=None if accepted_cpu is None else tuple(padded),
-                positions=s.positions[: bucket * t],
-            )
+        live = 0 if step is None else step.batch_size
         return ForwardBatch(
             forward_mode=self.mode,
             batch_size=bucket,
             req_pool_indices=s.req_pool_indices[:bucket],
             seq_lens=s.seq_lens[:bucket],
             seq_lens_cpu=s.seq_lens_cpu[:bucket],
-            out_cache_loc=out_cache_loc,
+            out_cache_loc=s.out_cache_loc[: bucket * t] if step is None else step.out_cache_loc,
             positions=s.positions[: bucket * t],
-            spec_info=spec,
-            actual_forward_mode=actual,
+            seq_lens_sum=int(s.seq_lens_cpu[:bucket].sum()),
+            encoder_lens=None if s.encoder_lens is None else s.encoder_lens[:bucket],
+            spec_info=self._spec_info(bucket, step) if self.mode.is_speculative else None,
+            actual_forward_mode=self.mode if step is None else step.mode,
+            num_padding=0 if step is None else bucket - live,
+            num_token_non_padded=s.num_token_non_padded,
+        )
+
+    def _spec_info(self, bucket: int, step: StepInputs | None) -> SpecInfo:
+        s, t, config = self.slots, self.slots.tokens_per_req, self.backend.config
+        common = dict(
+            draft_token_num=t,
+            topk=config.topk,
+            num_steps=config.draft_steps,
+            num_tokens_per_req=t,
+            num_accept_tokens=s.num_accept_tokens[:bucket],
+        )
+        if step is None or step.mode is Mode.IDLE:
+            # An idle rank has no tree: the engine substitutes the runner's own mask buffer.
+            return SpecInfo(
+                **common,
+                custom_mask=s.custom_mask,
+                positions=s.positions[: bucket * t] if step is None else s.positions[:0],
+                extend_seq_lens=s.extend_seq_lens[:bucket],
+                retrieve_next_token=None if step is not None else s.retrieve_next_token[:bucket],
+                retrieve_next_sibling=None if step is not None else s.retrieve_next_sibling[:bucket],
+            )
+        accepted = step.num_accept_tokens_cpu
+        return SpecInfo(
+            **common,
+            num_accept_tokens_cpu=None if accepted is None else accepted + (t,) * (bucket - step.batch_size),
+            custom_mask=step.custom_mask,
+            positions=step.positions,
+            extend_seq_lens=s.extend_seq_lens[:bucket],
+            retrieve_next_token=step.retrieve_next_token,
+            retrieve_next_sibling=step.retrieve_next_sibling,
         )
 
     def _check_lengths(self, step: StepInputs) -> None:
