@@ -40,3 +40,10 @@ def batch_max(lens, offset, n, BLOCK: tl.constexpr):
         part = tl.load(lens + i, mask=i < n, other=-2147483648).to(tl.int32)
         top = tl.maximum(top, tl.max(part, 0))
     return top + offset
+
+
+@triton.jit
+def query_lengths(seq_lens, row, mask, added, N: tl.constexpr):
+    """Context of query row b * N + j as int32: seq_lens[b] + added + j. 0 where masked, not clamped elsewhere."""
+    lens = tl.load(seq_lens + row // N, mask=mask, other=0).to(tl.int32) + added + row % N
+    return tl.where(mask, lens, 0)

@@ -1,0 +1,117 @@
+"""Reference schedulers of the attention kernels that divide their work beforehand, in plain Python.
+
+Vendor packages plan on the device; these say what such a plan must hold, cell by cell. The device versions are
+`kernels/paged_mqa_schedule.py`, `kernels/topk_plan.py` and `kernels/split_kv_schedule.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MQA_SPLIT = 256
+"""KV tokens of one unit of paged-MQA work."""
+
+TOPK_LEVELS = ((65536, 30), (98304, 48), (131072, 60), (196608, 80), (262144, 112), (393216, 128))
+"""(threshold in tokens, most rows above it that the two-pass top-k kernel takes)."""
+
+SPLIT_KV_BLOCK = 64
+SPLIT_KV_OVERHEAD = 5
+"""Fixed cost of touching a request, in blocks of SPLIT_KV_BLOCK tokens."""
+
+REFERENCE_SMS = 132
+"""Multiprocessors assumed where there is no GPU: those of an H100 or H200."""
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors (compute units) that a schedule divides its work over."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return REFERENCE_SMS
+
+
+def split_kv_parts(num_sms: int, query_rows: int, num_kv_heads: int = 1) -> int:
+    """Parts of a split-KV schedule: one per multiprocessor that 64 query rows of one KV head leave free."""
+    return max(num_sms // num_kv_heads // -(-query_rows // 64), 1)
+
+
+def paged_mqa_schedule(ctx_lens: Sequence[int], num_sms: int) -> list[tuple[int, int]]:
+    """Where each multiprocessor starts: (row, unit within the row), num_sms + 1 entries, the last one the end.
+
+    Units of MQA_SPLIT tokens are dealt out evenly in row order, the first `total % num_sms` shares one larger.
+    """
+    work = [-(-int(n) // MQA_SPLIT) for n in ctx_lens]
+    average, larger = divmod(sum(work), num_sms)
+    entries = []
+    for sm in range(num_sms + 1):
+        left = sm * average + min(sm, larger)
+        row = 0
+        while row < len(work) and left >= work[row]:
+            left -= work[row]
+            row += 1
+        entries.append((row, left if row < len(work) else 0))
+    return entries
+
+
+def topk_v2_plan(lens: Sequence[int]) -> list[tuple[int, int]]:
+    """[(threshold, M)] and then M entries (row, length) of the rows above the threshold.
+
+    The threshold is the lowest level down to which no level has more rows above it than it can take. Upstream fills
+    the entries in atomic order: a set. Ours are in row order.
+    """
+    chosen = TOPK_LEVELS[-1][0]
+    for threshold, most in reversed(TOPK_LEVELS):
+        if sum(n > threshold for n in lens) > most:
+            break
+        chosen = threshold
+    long_rows = [(row, int(n)) for row, n in enumerate(lens) if n > chosen]
+    return [(chosen, len(long_rows)), *long_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKV:
+    """A split-KV schedule.
+
+    Attributes:
+        parts: per part (begin request, end request inclusive, begin block, end block exclusive, begin split,
+            first-split flag, last-split flag, 0); a part with begin request = number of requests is idle.
+        num_splits: running count of splits over requests, one more entry than requests.
+    """
+
+    parts: list[tuple[int, ...]]
+    num_splits: list[int]
+
+
+def split_kv(lens: Sequence[int], parts: int) -> SplitKV:
+    """The greedy walk: each part takes requests until its payload is used up, leaving the last one open.
+
+    A request of length 0 still costs one block. The flags say whether the first or last request of a part is split.
+    """
+    blocks = [max(int(n) - 1, 0) // SPLIT_KV_BLOCK + 1 for n in lens]
+    bs, overhead = len(blocks), SPLIT_KV_OVERHEAD
+    payload = -(-sum(b + overhead for b in blocks) // parts) + overhead
+    rows, num_splits = [], [0]
+    request = block = split = 0
+    for _ in range(parts):
+        begin, left = (request, block, split), payload
+        while request < bs:
+            rest = blocks[request] - block
+            if left >= rest + overhead:
+                num_splits.append(num_splits[-1] + split + 1)
+                left -= rest + overhead
+                request, block, split = request + 1, 0, 0
+                continue
+            if left > overhead:
+                block += left - overhead
+                split += 1
+            break
+        last = request if block > 0 else request - 1
+        end = block if block > 0 else (0 if lens[last] == 0 else blocks[last])
+        first_open = begin[1] != 0
+        last_open = end != blocks[last] and lens[last] != 0
+        if begin[0] == last:
+            first_open = last_open = first_open or last_open
+        rows.append((begin[0], last, begin[1], end, begin[2], int(first_open), int(last_open), 0))
+    return SplitKV(rows, num_splits)
