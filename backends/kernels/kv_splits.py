@@ -1,0 +1,118 @@
+"""How many KV splits each decode token gets, in one launch: enough for the longest row and for the whole device.
+
+All integer, but for one float32 logarithm that is truncated right away. `write_kv_splits` is the device side, shared
+with the fused rebuilds, so that both arms take the same steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .kv_indices import check_vector
+from .launch import launch
+
+NO_LIMIT = 2**31 - 1
+"""`limit` that leaves every length as it is."""
+
+
+def head_programs(num_heads: int, num_kv_heads: int) -> int:
+    """Programs of the split-KV attention kernel per token and split: grouped heads share blocks of up to 16."""
+    group = num_heads // num_kv_heads
+    return num_heads if group == 1 else -(-num_heads // min(16, group))
+
+
+@triton.jit
+def _limited(lens, i, mask, limit, other):
+    return tl.minimum(tl.load(lens + i, mask=mask, other=other).to(tl.int32), limit)
+
+
+@triton.jit
+def _ceil_div(a, b):
+    return (a + b - 1) // b
+
+
+@triton.jit
+def write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_splits, BLOCK: tl.constexpr):
+    """splits[r * group + j] for the n requests of `lens`, each cut at `limit` tokens (a sliding window).
+
+    Two split sizes are tried, one that balances rows of unlike length and one that fills `cores`; a row takes the
+    larger number of splits. An empty row gets none.
+    """
+    longest = tl.full((), 0, tl.int32)
+    shortest = tl.full((), 2147483647, tl.int32)
+    for begin in range(0, n, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        longest = tl.maximum(longest, tl.max(_limited(lens, i, i < n, limit, 0), 0))
+        shortest = tl.minimum(shortest, tl.min(_limited(lens, i, i < n, 2147483647, 2147483647), 0))
+    shortest = tl.minimum(shortest, limit)
+    # Nearly equal rows count as equal.
+    shortest = tl.where(longest * 8 < shortest * 10, longest, shortest)
+    # Lengths of 0 have no ratio; engines pad with 1, so these guards change no legal value.
+    balanced = tl.minimum(_ceil_div(longest, tl.maximum(shortest, 1)), max_splits)
+    by_row = tl.maximum(_ceil_div(longest, tl.maximum(balanced, 1)), 1)
+
+    # Longer contexts are worth more splits than there are cores: a split's cost is not all in its tokens.
+    wanted = tl.cast(cores * tl.maximum(tl.log2(tl.cast(longest, tl.float32) / 64.0), 1.0), tl.int32)
+    filling = tl.minimum(_ceil_div(wanted, n * group * head_programs), max_splits)
+    by_device = tl.maximum(_ceil_div(longest, tl.maximum(filling, 1)), 1)
+
+    for begin in range(0, n, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        length = _limited(lens, i, i < n, limit, 0)
+        count = tl.maximum(_ceil_div(length, by_row), _ceil_div(length, by_device))
+        for j in range(0, group):
+            tl.store(splits + i * group + j, count, mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n", "limit", "group", "cores", "head_programs", "max_splits"])
+def _kv_splits_kernel(lens, splits, n, limit, group, cores, head_programs, max_splits, BLOCK: tl.constexpr):
+    write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_splits, BLOCK)
+
+
+def build_kv_splits(
+    *,
+    lens: torch.Tensor,
+    num_kv_splits: torch.Tensor,
+    cores: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_kv_splits: int,
+    limit: int = NO_LIMIT,
+) -> None:
+    """Choose the number of KV splits of each token, in place, in one launch.
+
+    Args:
+        lens: [n] int32 or int64, KV tokens of each request, padding included.
+        num_kv_splits: [n * group] int32, out; each request has `group` tokens (draft branches).
+        cores: multiprocessors of the device, at least 1.
+        num_heads, num_kv_heads: per rank.
+        max_kv_splits: upper bound of a split count.
+        limit: tokens at which a length is cut, for sliding windows.
+
+    Raises:
+        ValueError: a dtype or shape differs from the above; nothing is launched then.
+
+    Cost: one launch of one program, no allocation.
+    """
+    check_vector("lens", lens, 1, (torch.int32, torch.int64))
+    check_vector("num_kv_splits", num_kv_splits, lens.shape[0], (torch.int32,))
+    if num_kv_splits.shape[0] % lens.shape[0]:
+        raise ValueError(
+            f"num_kv_splits has {num_kv_splits.shape[0]} tokens, not a multiple of the {lens.shape[0]} requests in lens"
+        )
+    if cores < 1:
+        raise ValueError(f"cores must be at least 1, got {cores}: without a core count, fill with max_kv_splits")
+    launch_kv_splits(lens, num_kv_splits, cores, head_programs(num_heads, num_kv_heads), max_kv_splits, limit)
+
+
+def launch_kv_splits(lens, num_kv_splits, cores, programs, max_kv_splits, limit=NO_LIMIT):
+    """`build_kv_splits` without its checks; `programs` as `head_programs` gives it."""
+    n = lens.shape[0]
+    launch(
+        _kv_splits_kernel,
+        (1,),
+        (lens, num_kv_splits, n, limit, num_kv_splits.shape[0] // n, cores, programs, max_kv_splits),
+        {"BLOCK": max(256, triton.next_power_of_2(n)), "num_warps": 4},
+    )
