@@ -164,11 +164,12 @@ def make_pools(
         raise ValueError(
             f"req_to_token of {rows} x {width} needs {n_pages * page_size} slots; slots are int32 (below 2**31)"
         )
-    # Page 0 is the padding page. A permutation makes every cell of the table tell which row and column it is.
-    pages = (rng.permutation(n_pages - 1) + 1).reshape(rows - 1, pages_per_row)
-    slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(rows - 1, -1)[:, :width]
+    # Page 0 is the padding page. A permutation makes every cell of the table tell which row and column it is. All
+    # int32: tables of a long context are gigabytes.
+    pages = (rng.permutation(n_pages - 1).astype(np.int32) + 1).reshape(rows - 1, pages_per_row)
     table = np.zeros((rows, width), dtype=np.int32)
-    table[1:] = slots
+    table[1:] = np.repeat(pages, page_size, axis=1)[:, :width] * np.int32(page_size)
+    table[1:] += np.arange(width, dtype=np.int32) % page_size
     mapping = None
     if swa:
         swa_pages = rng.permutation(n_pages)

@@ -17,6 +17,9 @@ class ForwardMode(str, Enum):
     DRAFT_EXTEND_V2 = "draft_extend_v2"
     DLLM_EXTEND = "dllm_extend"
 
+    # Enum hashes in Python; this one is a key on the way to every graph launch.
+    __hash__ = str.__hash__
+
     def __str__(self) -> str:
         return self.value
 

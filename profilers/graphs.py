@@ -10,7 +10,7 @@ import torch
 from .driver import raw_graph_launcher
 from .recorded import CapturedTensor, CaptureError, RecordedGraph
 
-__all__ = ["CaptureError", "CapturedTensor", "CudaGraph", "Graph", "RecordedGraph", "graph_factory"]
+__all__ = ["CaptureError", "CapturedTensor", "CudaGraph", "Graph", "GraphFactory", "RecordedGraph"]
 
 
 class Graph(Protocol):
@@ -100,11 +100,20 @@ class CudaGraph:
         raise CaptureError("launch before capture")
 
 
-def graph_factory(device: torch.device) -> Callable[[], Graph]:
-    """A maker of graphs for `device`; CUDA graphs of one factory share a stream and a memory pool."""
-    if device.type != "cuda":
-        return RecordedGraph
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(stream, pool)
+class GraphFactory:
+    """Makes graphs for one device. CUDA graphs of one factory share a stream and a memory pool.
+
+    Attributes:
+        stream: the stream to capture, rebuild and launch on; None without a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self.stream = torch.cuda.Stream()
+                self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self) -> Graph:
+        return RecordedGraph() if self.stream is None else CudaGraph(self.stream, self._pool)

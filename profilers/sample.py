@@ -60,6 +60,8 @@ class Case:
     step_id: int = 0
     graph_nodes: int = 500
     graph_branches: int = 1
+    allreduce_at: int = 10
+    tp: int = 1
     device: str = "cuda"
     seed: int = 0
 

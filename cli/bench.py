@@ -1,0 +1,137 @@
+"""`attn-graph bench`: what the rebuild costs in every arm, and how far ranks drift apart because of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options
+from .errors import ExitCode
+
+if TYPE_CHECKING:
+    from .run import Outcome
+
+
+def bench(
+    backend: options.Backend = "trtllm_mha",
+    mode: options.Mode = "decode",
+    arm: options.ArmList = "all",
+    bs: options.BatchSizes = None,
+    context: options.Context = None,
+    page_size: options.PageSize = "64",
+    max_context: options.MaxContext = None,
+    swa: options.Swa = None,
+    topk: options.TopK = "1",
+    draft_tokens: options.DraftTokens = "4",
+    tp: options.Ranks = None,
+    graph_nodes: options.GraphNodes = "typical",
+    graph_branches: options.GraphBranches = "1",
+    allreduce_at: options.AllReduceAt = 10,
+    steps: options.Steps = None,
+    warmup: options.Warmup = None,
+    device: options.DeviceName = "auto",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out: only what is missing.")
+    ] = False,
+    tuned: options.Tuned = True,
+    nvtx: Annotated[bool, typer.Option("--nvtx/--no-nvtx", help="Push NVTX ranges around prep, launch, step.")] = True,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="Draw plots and the HTML report at the end.")
+    ] = True,
+    as_json: options.Json = False,
+) -> ExitCode:
+    """Measure the metadata rebuild and the graph launch, arm by arm, on N ranks.
+
+    With no options: a two-minute tour on whatever device there is. Every arm is first
+    checked against the oracle, bit for bit. Each finished case is on disk at once: an
+    interrupted run keeps what it measured, and --resume runs the rest.
+
+    Example: attn-graph bench --bs 1,8,64 --context 8192 --tp 8 --arm aten-eager,fused
+    """
+    from ..profilers.devices import resolve, use_interpreter
+    from . import plan
+    from .run import TOURS, Run, default_folder
+
+    where = resolve(device)
+    use_interpreter(where)
+    tour = TOURS[where.kind]
+    cases = plan.sweep(
+        backend=backend,
+        mode=mode,
+        bs=bs or tour.bs,
+        context=context or tour.context,
+        page_size=page_size,
+        max_context=max_context or tour.max_context,
+        swa=(False, True) if swa is None else (swa,),
+        topk=topk,
+        draft_tokens=draft_tokens,
+        tp=tp or str(tour.ranks),
+        graph_nodes=graph_nodes,
+        graph_branches=graph_branches,
+        allreduce_at=allreduce_at,
+        device=where.kind,
+        seed=seed,
+    )
+    folder = out or default_folder(where)
+    outcome = Run(
+        cases=cases,
+        arms=plan.arms(arm),
+        steps=steps or tour.steps,
+        warmup=tour.warmup if warmup is None else warmup,
+        device=where,
+        folder=folder,
+        resume=resume,
+        tuned=tuned,
+        nvtx=nvtx,
+        quiet=as_json,
+    ).measure()
+    if plots:
+        from .report import render
+
+        render(folder)
+    return _show(folder, outcome, as_json)
+
+
+def _show(folder: Path, outcome: Outcome, as_json: bool) -> ExitCode:
+    """Print the summary; say what went wrong last. An arm that is not bit-equal is something found wrong."""
+    from ..profilers.results import read_summary
+    from .tables import print_summary
+
+    summary = read_summary(folder)
+    equal = summary[(summary["metric"] == "bit_equal") & (summary["status"] == "ok")]
+    wrong = bool((equal["min"] < 1).any())
+    if as_json:
+        typer.echo(_document(folder, outcome))
+    else:
+        if len(summary):
+            print_summary(summary)
+        for line in outcome.notes:
+            typer.echo(line)
+        typer.echo(f"Results: {folder}")
+    if outcome.problem:
+        typer.echo(f"Error: {outcome.problem}", err=True)
+    if wrong:
+        typer.echo("Error: an arm does not leave what the oracle says; samples.csv.gz names the first cell.", err=True)
+    return ExitCode.FOUND_WRONG if wrong else outcome.exit_code
+
+
+def _document(folder: Path, outcome: Outcome) -> str:
+    import json
+    from dataclasses import asdict
+
+    from ..profilers.results import read_environment, read_summary
+
+    return json.dumps(
+        {
+            "folder": str(folder),
+            "environment": asdict(read_environment(folder)),
+            "problem": outcome.problem,
+            "notes": list(outcome.notes),
+            "summary": json.loads(read_summary(folder).to_json(orient="records")),
+        },
+        indent=1,
+    )

@@ -1,0 +1,180 @@
+"""From command-line options to cases: comma lists become a sweep, and what cannot work is refused before it runs."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from ..backends.modes import ARMS, ForwardMode
+from ..backends.registry import lookup, unknown_message
+from ..profilers.sample import Case
+from .errors import CliError
+
+CAPTURE_SIZES = (
+    1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 4097, 32),
+)  # fmt: skip
+"""Batch sizes that engines capture by default; a batch is padded to the next one."""
+
+MAX_SLOTS = 2**31
+
+
+def split(text: str | None, option: str) -> list[str]:
+    """Items of a comma list.
+
+    Raises:
+        CliError: an empty item.
+    """
+    items = [item.strip() for item in (text or "").split(",")]
+    if not all(items):
+        raise CliError(f"{option} {text!r}: an item is empty. Give a comma list, like 1,8,64")
+    return items
+
+
+def numbers(text: str, option: str, least: int = 0) -> list[int]:
+    """Integers of a comma list, each at least `least`."""
+    found = []
+    for item in split(text, option):
+        if not item.lstrip("-").isdigit() or int(item) < least:
+            raise CliError(f"{option}: {item!r} is not a whole number of at least {least}")
+        found.append(int(item))
+    return found
+
+
+def arms(text: str | None) -> tuple[str, ...]:
+    """Arm names of a comma list; a bare implementation or placement (``fused``, ``graph``) means all its arms."""
+    known = [str(arm) for arm in ARMS]
+    if text is None or text == "all":
+        return tuple(known)
+    chosen: list[str] = []
+    for item in split(text, "--arm"):
+        matches = [name for name in known if item == name or item in name.split("-")]
+        if not matches:
+            raise CliError(unknown_message("arm", item, known))
+        chosen += [name for name in matches if name not in chosen]
+    return tuple(chosen)
+
+
+def backends(text: str) -> list[str]:
+    """Backend names of a comma list, ``all`` for every one."""
+    from ..backends.registry import registered
+
+    if text == "all":
+        return [info.name for info in registered().values() if info.kind == "backend"]
+    return [lookup(name).name for name in split(text, "--backend")]
+
+
+def modes(text: str, backend: str) -> list[str]:
+    """Mode names of a comma list, ``all`` for every one of `backend`."""
+    info = lookup(backend)
+    if text == "all":
+        return list(info.modes)
+    found = []
+    for item in split(text.replace("-", "_"), "--mode"):
+        if item not in info.modes:
+            raise CliError(unknown_message(f"mode for {backend}", item, list(info.modes)))
+        found.append(item)
+    return found
+
+
+def sweep(
+    *,
+    backend: str,
+    mode: str,
+    bs: str,
+    context: str,
+    page_size: str,
+    max_context: str,
+    swa: Iterable[bool],
+    topk: str,
+    draft_tokens: str,
+    tp: str,
+    graph_nodes: str,
+    graph_branches: str,
+    allreduce_at: int,
+    device: str,
+    seed: int,
+) -> list[Case]:
+    """Every combination, in the order of the options, the largest rank count last.
+
+    Raises:
+        CliError: a value that no run could use; the message names the option and both numbers.
+    """
+    axes = itertools.product(
+        numbers(tp, "--tp", 1),
+        [(b, m) for b in backends(backend) for m in modes(mode, b)],
+        numbers(page_size, "--page-size", 1),
+        numbers(max_context, "--max-context", 1),
+        swa,
+        split(context, "--context"),
+        numbers(bs, "--bs", 0),
+        numbers(topk, "--topk"),
+        numbers(draft_tokens, "--draft-tokens"),
+        _nodes(graph_nodes),
+        numbers(graph_branches, "--graph-branches", 1),
+    )
+    cases = [
+        _case(
+            backend=b, mode=m, bs=n, context=ctx, page_size=page, max_context=limit, swa=with_swa, topk=k,
+            draft_tokens=drafts, graph_nodes=nodes, graph_branches=branches, allreduce_at=allreduce_at, tp=ranks,
+            device=device, seed=seed,
+        )
+        for ranks, (b, m), page, limit, with_swa, ctx, n, k, drafts, nodes, branches in axes
+    ]  # fmt: skip
+    return list(dict.fromkeys(cases))
+
+
+def _nodes(text: str) -> list[int]:
+    from ..profilers.shapes import GRAPH_NODES
+
+    return [
+        GRAPH_NODES[i] if i in GRAPH_NODES else numbers(i, "--graph-nodes")[0] for i in split(text, "--graph-nodes")
+    ]
+
+
+def _case(*, mode: str, bs: int, topk: int, draft_tokens: int, **rest) -> Case:
+    kind = ForwardMode(mode)
+    if kind is ForwardMode.IDLE:
+        bs = 0
+    elif bs < 1:
+        raise CliError(f"--bs {bs}: mode {mode} needs at least 1 request. Use --mode idle for an empty batch")
+    if not kind.is_speculative:
+        topk = draft_tokens = 0
+    elif draft_tokens < 1:
+        raise CliError(f"--draft-tokens {draft_tokens}: mode {mode} needs at least 1")
+    else:
+        topk = max(topk, 1)
+    steps = draft_tokens - 1 if kind is ForwardMode.DRAFT_DECODE else 0
+    case = Case(
+        mode=mode, bs=bs, bucket=_bucket(bs), topk=topk, draft_tokens=draft_tokens, draft_steps=max(steps, 0), **rest
+    )
+    _refuse_sizes(case)
+    return case
+
+
+def _bucket(bs: int) -> int:
+    if bs > CAPTURE_SIZES[-1]:
+        raise CliError(f"--bs {bs}: the largest captured batch size is {CAPTURE_SIZES[-1]}")
+    return CAPTURE_SIZES[bisect_left(CAPTURE_SIZES, max(bs, 1))]
+
+
+def _refuse_sizes(case: Case) -> None:
+    from ..profilers.shapes import batch_limits
+
+    slots = (case.bucket * -(-(case.max_context + 4) // case.page_size) + 1) * case.page_size
+    if slots >= MAX_SLOTS:
+        raise CliError(
+            f"req_to_token: {case.bucket} requests x {case.max_context} tokens need {slots} KV slots, but slots are "
+            f"int32 (below {MAX_SLOTS}). Lower --bs or --max-context"
+        )
+    low, high = batch_limits(case)
+    if high < low:
+        raise CliError(
+            f"--max-context {case.max_context} leaves no room for mode {case.mode} "
+            f"with {case.draft_tokens} draft tokens"
+        )
+    if case.context.isdigit() and not low <= int(case.context) <= high:
+        raise CliError(
+            f"--context {case.context} does not fit: page tables of --max-context {case.max_context} hold seq_lens of "
+            f"{low} to {high} tokens in mode {case.mode}"
+        )

@@ -1,0 +1,157 @@
+"""One measuring run: cases over ranks into a folder of results. Shared by `bench` and `compare`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ExitCode
+
+if TYPE_CHECKING:
+    from ..profilers.devices import Device
+    from ..profilers.results import RunWriter
+    from ..profilers.sample import Case
+
+RANK_TIMEOUT_S = 300.0
+"""Silence after which a rank counts as hung: above the longest compilation of one arm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tour:
+    """What runs when an option is not given: about two minutes on this kind of device."""
+
+    bs: str
+    context: str
+    max_context: str
+    most_ranks: int
+    steps: int
+    warmup: int
+
+    @property
+    def ranks(self) -> int:
+        from ..profilers.environment import allowed_cores
+
+        return max(1, min(self.most_ranks, len(allowed_cores()) or 1))
+
+
+TOURS = {
+    "cuda": Tour("1,64", "8192", "131072", most_ranks=4, steps=200, warmup=20),
+    "cpu": Tour("1,8", "512", "2048", most_ranks=2, steps=20, warmup=2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: exit code, the problem that ended it early, and lines a reader should see."""
+
+    exit_code: ExitCode
+    problem: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, decided: what to measure, how, and where it goes."""
+
+    cases: list[Case]
+    arms: tuple[str, ...]
+    steps: int
+    warmup: int
+    device: Device
+    folder: Path
+    resume: bool = False
+    tuned: bool = True
+    nvtx: bool = True
+    quiet: bool = False
+
+    def measure(self) -> Outcome:
+        """Run all cases, each on disk as it ends; the fewest ranks first."""
+        from ..profilers.environment import collect
+        from ..profilers.ranks import RankFailure
+        from ..profilers.results import RunWriter
+
+        environment = collect(
+            ["attn-graph", *sys.argv[1:]], self._options(), self.device, tp=max(case.tp for case in self.cases)
+        )
+        with RunWriter(self.folder, environment, self.resume) as writer:
+            todo = [(i, case) for i, case in enumerate(self.cases) if case.key not in writer.done_cases()]
+            tuned, notes = self._tuned([case for _, case in todo])
+            try:
+                with self._progress(len(todo)) as advance:
+                    for ranks in sorted({case.tp for _, case in todo}):
+                        self._measure_with(ranks, [(i, c) for i, c in todo if c.tp == ranks], writer, tuned, advance)
+            except RankFailure as failure:
+                writer.warn(str(failure))
+                writer.finish("failed")
+                trace = f"\n{failure.traceback}" if failure.traceback else ""
+                return Outcome(ExitCode.FOUND_WRONG, f"{failure}{trace}", notes)
+        return Outcome(ExitCode.OK, notes=notes)
+
+    def _measure_with(
+        self, ranks: int, cases: list[tuple[int, Case]], writer: RunWriter, tuned: dict, advance: Callable[[str], None]
+    ) -> None:
+        from ..profilers.assemble import samples_of
+        from ..profilers.measure import MeasureSettings, measure_cases
+        from ..profilers.ranks import run_ranks
+
+        configs = {key: found.config for key, found in tuned.items() if found.config}
+        settings = MeasureSettings(self.arms, self.steps, self.warmup, self.nvtx, configs)
+        by_index, arrived = dict(cases), {}
+
+        def on_report(rank: int, part) -> None:
+            parts = arrived.setdefault(part.case_index, {})
+            parts[rank] = part
+            if len(parts) == ranks:
+                case = by_index[part.case_index]
+                rule = tuned[case.key].rule if case.key in tuned else "default"
+                writer.write_case(case, samples_of(case, arrived.pop(part.case_index)), tuned=rule)
+                advance(case.title)
+
+        target_args = (cases, settings, str(self.device))
+        run_ranks(ranks, measure_cases, target_args, timeout_s=RANK_TIMEOUT_S, on_report=on_report)
+
+    def _tuned(self, cases: list[Case]) -> tuple[dict, tuple[str, ...]]:
+        """Where each case's block sizes come from, and a line for each distinct answer."""
+        if not self.tuned or not self.device.is_cuda:
+            return {}, ()
+        from ..tuning.store import describe, lookup_case
+
+        found = {case.key: lookup_case(case, self.device.name) for case in cases}
+        return found, tuple(dict.fromkeys(map(describe, found.values())))
+
+    def _options(self) -> dict:
+        """As environment.json keeps them."""
+        return {
+            "arms": list(self.arms),
+            "steps": self.steps,
+            "warmup": self.warmup,
+            "tuned": self.tuned,
+            "nvtx": self.nvtx,
+            "cases": len(self.cases),
+        }
+
+    @contextmanager
+    def _progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        """Yields ``advance(title)``; silent when piped or asked to be."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda title: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting ranks", total=total)
+            yield lambda title: bar.update(task, advance=1, description=title)
+
+
+def default_folder(device: Device) -> Path:
+    """results/<time>-<device>."""
+    from datetime import datetime
+
+    name = "".join(c if c.isalnum() else "-" for c in (device.name or device.kind).lower())
+    return Path("results") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"

@@ -1,0 +1,75 @@
+"""From what the ranks saw of a case to the samples of the schema: per-rank times, then what holds across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from .collective import duration_spread, predict_first_wait, skew
+from .measure import ArmTimes, RankMeasurement
+from .results import ACROSS_RANKS
+from .sample import PREDICTED, Case, Sample
+
+LAUNCH_METRICS = ("launch_host_us", "launch_end_us")
+ACROSS = ("launch_skew_us", "duration_spread_us", "first_wait_us")
+
+
+def samples_of(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Sample]:
+    """Every sample of one case.
+
+    A CPU shows what the host pays to dispatch PyTorch operations. It has no graph launch, and an interpreted kernel's
+    time means nothing: those are rows without numbers.
+    """
+    names = list(ranks[0].arms)
+    for name in names:
+        arms = {rank: found.arms[name] for rank, found in ranks.items()}
+        broken = next((a for a in arms.values() if a.status != "ok"), None)
+        if broken is not None:
+            yield Sample(name, ACROSS_RANKS, -1, "prep_host_us", None, broken.status, cause=broken.detail)
+            continue
+        for rank, times in arms.items():
+            yield from _rank_samples(case, name, rank, times)
+        yield from _across(case, name, [arms[r] for r in sorted(arms)])
+    yield from ranks[0].once
+
+
+def _rank_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[Sample]:
+    for step, lag in enumerate(times.lag_us):
+        yield Sample(arm, rank, step, "start_lag_us", float(lag))
+    if _prep_is_real(case, arm):
+        for step, (value, cause) in enumerate(zip(times.prep_us, times.causes_prep, strict=True)):
+            yield Sample(arm, rank, step, "prep_host_us", float(value), cause=cause)
+    else:
+        yield Sample(arm, rank, -1, "prep_host_us", None, "no_device")
+    if case.device == "cpu":
+        for metric in LAUNCH_METRICS:
+            yield Sample(arm, rank, -1, metric, None, "no_device")
+        return
+    for step, (value, cause) in enumerate(zip(times.launch_us, times.causes_launch, strict=True)):
+        yield Sample(arm, rank, step, "launch_host_us", float(value), cause=cause)
+    for step, value in enumerate(times.end_us):
+        yield Sample(arm, rank, step, "launch_end_us", float(value))
+    for step, (end, lag) in enumerate(zip(times.end_us, times.lag_us, strict=True)):
+        yield Sample(arm, rank, step, "step_host_us", float(end - lag))
+
+
+def _across(case: Case, arm: str, ranks: list[ArmTimes]) -> Iterator[Sample]:
+    if case.device == "cpu" or len(ranks) < 2:
+        status = "no_device" if case.device == "cpu" else "not_applicable"
+        for metric in ACROSS:
+            yield Sample(arm, ACROSS_RANKS, -1, metric, None, status)
+        return
+    ends = np.stack([times.end_us for times in ranks], axis=1)
+    own = ends - np.stack([times.lag_us for times in ranks], axis=1)
+    for metric, values in (("launch_skew_us", skew(ends)), ("duration_spread_us", duration_spread(own))):
+        for step, value in enumerate(values):
+            yield Sample(arm, ACROSS_RANKS, step, metric, float(value))
+    for step, waits in enumerate(predict_first_wait(ends)):
+        for rank, value in enumerate(waits):
+            yield Sample(arm, rank, step, "first_wait_us", float(value), source=PREDICTED)
+
+
+def _prep_is_real(case: Case, arm: str) -> bool:
+    """On a CPU only ATen dispatch, and the empty call of a rebuild that lies in the main graph."""
+    return case.device != "cpu" or arm.endswith("-graph") or arm in ("aten-eager", "compile-eager")

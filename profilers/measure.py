@@ -1,0 +1,407 @@
+"""What one rank does with a case: build every arm on the same inputs, prove them equal, then time them step by step.
+
+Arms alternate within each step, in an order that rotates, and every step starts from the ranks' common deadline.
+Nothing synchronises inside a timed window; the device is drained and the inputs are filled between windows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..backends.base import AttentionBackend, AttentionConfig
+from ..backends.batch import (
+    BatchShape,
+    LiveBatch,
+    Pools,
+    context_lengths,
+    idle_batch,
+    live_batch,
+    make_pools,
+    parse_context,
+)
+from ..backends.modes import Arm, ForwardMode, Implementation, Placement
+from ..backends.registry import lookup
+from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
+from .agreement import replay_and_compare
+from .body import BodyShape, DecodeBody
+from .causes import StepCauses, attribute, frozen_gc
+from .clock import monotonic_ns
+from .counters import count
+from .graphs import CaptureError, GraphFactory
+from .nvtx_ranges import StepRanges
+from .ranks import RankContext
+from .sample import Case, Sample
+from .shapes import added_tokens, batch_limits, tokens_per_request
+
+DISTINCT_BATCHES = 16
+"""Live batches that the steps cycle through; lengths grow by a token each, so page edges are crossed."""
+
+REPLAYS_THROUGH_WRAPPER = 50
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSettings:
+    """How to measure, the same for every case of a run.
+
+    Attributes:
+        arms: what to compare, by name.
+        steps: timed steps per arm.
+        warmup: steps before them, collective too.
+        nvtx: whether ranges are pushed.
+        kernel_configs: `Case.key` -> tuned block sizes, where there are any.
+    """
+
+    arms: tuple[str, ...]
+    steps: int
+    warmup: int
+    nvtx: bool = True
+    kernel_configs: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmTimes:
+    """What one rank saw of one arm. Arrays are [steps] float64, microseconds from the rank's common start.
+
+    `causes_*` name what slowed a slow step, or are empty. `status` other than ok: the arm could not be built, `detail`
+    says why, and the arrays are empty.
+    """
+
+    status: str = "ok"
+    detail: str = ""
+    lag_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    prep_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    launch_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    end_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    replay_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    causes_prep: tuple[str, ...] = ()
+    causes_launch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeasurement:
+    """One rank's part of one case; `once` holds what needs no ranks (counts, device times, equality), on rank 0."""
+
+    case_index: int
+    arms: dict[str, ArmTimes]
+    once: list[Sample]
+
+
+@dataclass(slots=True)
+class BuiltArm:
+    """An arm ready to run."""
+
+    arm: Arm
+    backend: AttentionBackend
+    runner: DecodeRunner
+
+
+def attention_config(case: Case, kernel_config: dict[str, int] | None = None) -> AttentionConfig:
+    """The fixed part of a case, as a backend wants it."""
+    extra = {}
+    if kernel_config:
+        from ..backends.kernels.decode_metadata import DecodeMetadataConfig
+
+        extra["kernel_config"] = DecodeMetadataConfig(**kernel_config)
+    return AttentionConfig(
+        page_size=case.page_size,
+        max_context=case.max_context,
+        draft_tokens=case.draft_tokens,
+        topk=case.topk,
+        draft_steps=case.draft_steps,
+        step_id=case.step_id,
+        max_requests=case.bucket,
+        extra=extra,
+    )
+
+
+def batch_shape(case: Case) -> BatchShape:
+    """What bounds the lengths of a case's batches."""
+    minimum, _ = batch_limits(case)
+    return BatchShape(
+        mode=ForwardMode(case.mode),
+        bucket=case.bucket,
+        page_size=case.page_size,
+        max_context=case.max_context,
+        tokens_per_req=tokens_per_request(case),
+        reserve=added_tokens(case),
+        minimum=minimum,
+        topk=case.topk,
+    )
+
+
+def case_pools(case: Case, device: torch.device | str) -> Pools:
+    """The tables of a case: a row for each request, wide enough for the context and what drafts add."""
+    width = case.max_context + max(case.draft_tokens, case.draft_steps) + 4
+    return make_pools(
+        rows=case.bucket + 1,
+        width=width,
+        page_size=case.page_size,
+        swa=case.swa,
+        seed=case.seed,
+        device=device,
+    )
+
+
+def case_batches(case: Case, pools: Pools) -> list[LiveBatch]:
+    """The live batches that the steps of a case cycle through; the same on every rank."""
+    shape, rng = batch_shape(case), np.random.default_rng(case.seed)
+    if shape.mode is ForwardMode.IDLE:
+        return [idle_batch()]
+    base = context_lengths(parse_context(case.context), case.bs, shape.limit, rng)
+    rows = 1 + rng.permutation(case.bucket)[: case.bs]
+    return [
+        live_batch(
+            shape.mode,
+            np.clip(base + i, shape.minimum, shape.limit),
+            rows,
+            pools,
+            shape.tokens_per_req,
+            rng,
+            topk=case.topk,
+        )
+        for i in range(DISTINCT_BATCHES)
+    ]
+
+
+class CaseBench:
+    """One rank's arms of one case, on shared inputs."""
+
+    def __init__(self, case: Case, settings: MeasureSettings, device: torch.device, factory: GraphFactory) -> None:
+        self.case, self.settings, self.device = case, settings, device
+        self.shape = batch_shape(case)
+        self.pools = case_pools(case, device)
+        self.batches = [upload(live, device) for live in case_batches(case, self.pools)]
+        self.slots = StaticSlots(
+            case.bucket,
+            self.shape.tokens_per_req,
+            lookup(case.backend).load().seq_len_fill_value,
+            device,
+            mask_context=case.max_context if case.topk > 1 else 0,
+        )
+        self._factory = factory
+        self._body = DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device)
+        self.built: dict[str, BuiltArm] = {}
+        self.failed: dict[str, ArmTimes] = {}
+        for name in settings.arms:
+            self._build(name)
+
+    def _build(self, name: str) -> None:
+        """Build an arm; one that cannot be built is a row with a reason, and the others go on."""
+        arm = Arm.parse(name)
+        config = attention_config(self.case, self.settings.kernel_configs.get(self.case.key))
+        backend = lookup(self.case.backend).load()(
+            config, self.pools, arm.implementation, recorded=arm.placement is not Placement.EAGER
+        )
+        runner = DecodeRunner(
+            backend,
+            self.shape.mode.captured,
+            [self.case.bucket],
+            self.slots,
+            arm.placement,
+            self._factory,
+            self._body,
+        )
+        try:
+            runner.capture()
+            runner.load_batch(self.batches[0])
+            runner.replay()
+        except CaptureError as error:
+            self.failed[name] = ArmTimes("capture_failed", str(error))
+        except Exception as error:
+            # Compilers fail in ways of their own (no C++ compiler, an unsupported Python); nothing else may fail here.
+            if arm.implementation is not Implementation.COMPILE:
+                raise
+            self.failed[name] = ArmTimes("compile_failed", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            self.built[name] = BuiltArm(arm, backend, runner)
+
+    def drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def check(self) -> list[Sample]:
+        """Each arm against the oracle on poisoned buffers: 1 where every cell is as it must be, else 0."""
+        found = []
+        for name, built in self.built.items():
+            wrong = [
+                str(w)
+                for seed, step in enumerate((self.batches[0], self.batches[-1]))
+                for w in replay_and_compare(built.runner, step, seed)
+            ]
+            found.append(Sample(name, 0, -1, "bit_equal", float(not wrong), cause="; ".join(wrong)))
+        return found
+
+    def counts(self) -> list[Sample]:
+        """Dispatches, launches and synchronisations of one rebuild of each arm."""
+        found = []
+        for name, built in self.built.items():
+            if built.arm.implementation is Implementation.COMPILE:
+                # Counting dispatches switches compiled code off: there is nothing true to report.
+                found += [Sample(name, 0, -1, m, None, "unsupported") for m in ("dispatches", "launches", "syncs")]
+                continue
+            built.runner.load_batch(self.batches[0])
+            seen = count(built.runner.rebuild, [self.slots.seq_lens_cpu])
+            self.drain()
+            for metric in ("dispatches", "launches", "syncs"):
+                found.append(Sample(name, 0, -1, metric, float(getattr(seen, metric))))
+        return found
+
+    def device_times(self) -> list[Sample]:
+        """Device time of each arm's rebuild, hot and cold; blank without a GPU."""
+        found = []
+        for name, built in self.built.items():
+            if self.device.type != "cuda":
+                found += [Sample(name, 0, -1, m, None, "no_device") for m in ("prep_device_us", "prep_device_cold_us")]
+                continue
+            from .device_time import eager_device_us, marginal_us
+
+            built.runner.load_batch(self.batches[0])
+            if built.arm.placement is Placement.EAGER:
+                times = {"prep_device_us": eager_device_us(built.runner.rebuild), "prep_device_cold_us": []}
+            else:
+                batch = built.runner.capture_batch(self.case.bucket)
+                built.backend.init_forward_metadata_out_graph(batch)
+
+                def body(backend=built.backend, batch=batch):
+                    backend.init_forward_metadata_in_graph(batch)
+
+                times = {
+                    "prep_device_us": marginal_us(body, device=self.device),
+                    "prep_device_cold_us": marginal_us(body, device=self.device, cold=True),
+                }
+            for metric, values in times.items():
+                found += [Sample(name, 0, i, metric, v) for i, v in enumerate(values)] or [
+                    Sample(name, 0, -1, metric, None, "not_applicable")
+                ]
+        return found
+
+    def time_steps(self, context: RankContext) -> dict[str, ArmTimes]:
+        """Warm up together, then time every arm at every step."""
+        names = list(self.built)
+        if not names:
+            return {}
+        timers = {n: _StepTimer(self, self.built[n], context) for n in names}
+        with ExitStack() as stack:
+            for timer in timers.values():
+                stack.enter_context(timer.causes)
+            stack.enter_context(frozen_gc())
+            for step in range(self.settings.warmup + self.settings.steps):
+                inputs = self.batches[step % len(self.batches)]
+                for i in range(len(names)):
+                    timers[names[(i + step) % len(names)]].run(step, inputs)
+        return {n: timers[n].result(self.settings.warmup) for n in names}
+
+    def time_wrapper(self) -> dict[str, np.ndarray]:
+        """PyTorch's own graph replay, beside the raw launch: [n] us of host time by arm; empty without a GPU."""
+        if self.device.type != "cuda":
+            return {}
+        found = {}
+        for name, built in self.built.items():
+            graph, times = built.runner.graphs[self.case.bucket], []
+            with frozen_gc():
+                for _ in range(REPLAYS_THROUGH_WRAPPER):
+                    before = monotonic_ns()
+                    graph.replay()
+                    times.append((monotonic_ns() - before) / 1e3)
+                    self.drain()
+            found[name] = np.array(times)
+        return found
+
+
+class _StepTimer:
+    """The timed window of one arm."""
+
+    def __init__(self, bench: CaseBench, built: BuiltArm, context: RankContext) -> None:
+        case = bench.case
+        self.causes = StepCauses()
+        self._bench, self._runner, self._wait = bench, built.runner, context.barrier.wait
+        self._ranges = StepRanges(case.backend, case.mode, str(built.arm), enabled=bench.settings.nvtx)
+        self._marks: list[tuple[int, int, int, int, int, int]] = []
+
+    def run(self, step: int, inputs: StepInputs) -> None:
+        runner, ranges, clock = self._runner, self._ranges, monotonic_ns
+        runner.load_batch(inputs)
+        self._bench.drain()
+        rebuild, launch = runner.rebuild, runner.launch
+        deadline = self._wait(step, self.causes.mark)
+        started = clock()
+        ranges.push_step()
+        ranges.push_prep()
+        before = clock()
+        rebuild()
+        prepared = clock()
+        ranges.pop()
+        ranges.push_launch()
+        launching = clock()
+        launch()
+        launched = clock()
+        ranges.pop()
+        ranges.pop()
+        self.causes.mark()
+        self._bench.drain()
+        self._marks.append((deadline, started, before, prepared, launching, launched))
+
+    def result(self, warmup: int) -> ArmTimes:
+        deadline, started, before, prepared, launching, launched = np.array(self._marks[warmup:], dtype=np.int64).T
+        counts = {cause: events[warmup:] for cause, events in self.causes.counts().items()}
+        prep, launch = (prepared - before) / 1e3, (launched - launching) / 1e3
+        return ArmTimes(
+            lag_us=(started - deadline) / 1e3,
+            prep_us=prep,
+            launch_us=launch,
+            end_us=(launched - deadline) / 1e3,
+            causes_prep=tuple(attribute(prep, counts)),
+            causes_launch=tuple(attribute(launch, counts)),
+        )
+
+
+def measure_cases(
+    context: RankContext, cases: Sequence[tuple[int, Case]], settings: MeasureSettings, device: str
+) -> None:
+    """A rank's whole life: measure each case in turn and report it.
+
+    Args:
+        cases: (index, case); the same on every rank.
+        device: ``cpu`` or ``cuda:N``.
+    """
+    torch.set_num_threads(1)
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    factory = GraphFactory(where)
+    with ExitStack() as stack:
+        if factory.stream is not None:
+            stack.enter_context(torch.cuda.stream(factory.stream))
+        for index, case in cases:
+            context.announce(case.title)
+            context.report(_measure(context, index, case, settings, where, factory))
+
+
+def _measure(
+    context: RankContext, index: int, case: Case, settings: MeasureSettings, device: torch.device, factory: GraphFactory
+) -> RankMeasurement:
+    bench = CaseBench(case, settings, device, factory)
+    once: list[Sample] = []
+    # Ranks must run the same arms, or one would wait for a step that the other never takes.
+    context.barrier.wait(_fingerprint(bench.built))
+    if context.rank == 0:
+        once += bench.check()
+    times = bench.time_steps(context)
+    replays = bench.time_wrapper() if context.rank == 0 else {}
+    context.barrier.wait()
+    if context.rank == 0:  # alone: the other ranks would take time slices of the same device
+        once += bench.counts() + bench.device_times()
+        once += [Sample(n, 0, i, "replay_host_us", v) for n, vs in replays.items() for i, v in enumerate(vs)]
+    context.barrier.wait()
+    return RankMeasurement(index, times | bench.failed, once)
+
+
+def _fingerprint(names: Iterable[str]) -> int:
+    """A number that tells sets of arms apart; hash() differs between processes."""
+    return zlib.crc32(",".join(names).encode())

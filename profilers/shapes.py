@@ -1,0 +1,32 @@
+"""What a case implies before anything is built: length bounds and graph sizes. Imports no torch."""
+
+from __future__ import annotations
+
+from ..backends.modes import ForwardMode
+from .sample import Case
+
+GRAPH_NODES = {"typical": 500, "large": 2876}
+"""Node counts of decode graphs in public reports, by name."""
+
+
+def tokens_per_request(case: Case) -> int:
+    """Query tokens of one request in one step."""
+    mode = ForwardMode(case.mode)
+    extend = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+    return case.draft_tokens if extend or mode is ForwardMode.TARGET_VERIFY else 1
+
+
+def added_tokens(case: Case) -> int:
+    """Tokens that the mode counts on top of seq_lens, so that seq_lens must stay that far below the context limit."""
+    mode = ForwardMode(case.mode)
+    if mode is ForwardMode.TARGET_VERIFY:
+        return case.draft_tokens
+    if mode is ForwardMode.DRAFT_DECODE:
+        return max(case.draft_steps, case.step_id + 1)
+    return 0
+
+
+def batch_limits(case: Case) -> tuple[int, int]:
+    """Smallest and largest seq_lens of a live request, in tokens."""
+    extend = ForwardMode(case.mode) in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+    return (case.draft_tokens if extend else 1), case.max_context - added_tokens(case)
