@@ -75,6 +75,25 @@ class AttentionConfig:
         return -(-(self.max_context + self.headroom) // self.page_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Allowances:
+    """What a backend does on purpose although it looks like a fault; the conformance checks read it.
+
+    Attributes:
+        aliases: groups of names that share memory: metadata fields, and runner slots as ``slots.seq_lens``.
+        shared_between_modes: metadata fields whose memory several modes of one instance use in turn.
+        spills: fields behind whose bound view the eager ATen chain writes too, as upstream's does.
+        unordered: fields whose written cells may come in any order.
+        fused_launches: launches of one fused rebuild; more than one only where data dependencies leave no choice.
+    """
+
+    aliases: frozenset[frozenset[str]] = frozenset()
+    shared_between_modes: frozenset[str] = frozenset()
+    spills: frozenset[str] = frozenset()
+    unordered: frozenset[str] = frozenset()
+    fused_launches: int = 1
+
+
 class AttentionBackend(ABC):
     """One attention backend: its buffers, its ATen rebuild and its fused rebuild.
 
@@ -85,6 +104,7 @@ class AttentionBackend(ABC):
     modes: frozenset[ForwardMode] = frozenset()
     seq_len_fill_value = 1
     """seq_lens of padding rows."""
+    allowances = Allowances()
 
     def __init__(
         self,

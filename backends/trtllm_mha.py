@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import AttentionBackend, ConfigError
+from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.decode_metadata import (
     DecodeMetadataConfig,
@@ -63,6 +63,10 @@ class TrtllmMhaBackend(AttentionBackend):
     """Metadata of FlashInfer's TRT-LLM paged attention. Pattern A: bind slices at capture, refill them at replay."""
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2})
+    allowances = Allowances(
+        shared_between_modes=frozenset({"cache_seqlens_int32", "swa_out_cache_loc"}),
+        spills=frozenset({"swa_out_cache_loc"}),
+    )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c = self.config
@@ -84,6 +88,7 @@ class TrtllmMhaBackend(AttentionBackend):
         )
         self.max_seq_len = c.max_context + c.headroom
         self.row_numbers = self._arange(max_bs + 1, 1)
+        self.prefix_sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         decode_lens = self._zeros(max_bs)
         self.buffers = {Mode.DECODE: self._mode_buffers(decode_lens, None, None)}
         if c.draft_tokens > 0:
@@ -107,10 +112,17 @@ class TrtllmMhaBackend(AttentionBackend):
             raise ConfigError(
                 f"swa_out_cache_loc holds {self.max_tokens} tokens, a batch of {b} writes {tokens_per_req * b}"
             )
+        if own.cu_seqlens_k is not None:
+            queries, keys = own.cu_seqlens_q[: b + 1], own.cu_seqlens_k[: b + 1]
+        else:
+            # Allocated per captured size, and once: a re-capture must find the addresses that graphs already read.
+            if b not in self.prefix_sums:
+                self.prefix_sums[b] = self._arange(b + 1, 1), self._zeros(b + 1)
+            queries, keys = self.prefix_sums[b]
         return TrtllmMhaMetadata(
             cache_seqlens_int32=own.cache_seqlens[:b],
-            cu_seqlens_q=self._arange(b + 1, 1) if own.cu_seqlens_q is None else own.cu_seqlens_q[: b + 1],
-            cu_seqlens_k=self._zeros(b + 1) if own.cu_seqlens_k is None else own.cu_seqlens_k[: b + 1],
+            cu_seqlens_q=queries,
+            cu_seqlens_k=keys,
             page_table=own.page_table[:b],
             swa_page_table=None if own.swa_page_table is None else own.swa_page_table[:b],
             swa_out_cache_loc=None if self.swa_out_buffer is None else self.swa_out_buffer[: tokens_per_req * b],
