@@ -90,9 +90,10 @@ def bench(
         quiet=as_json,
     ).measure()
     if plots:
-        from .report import render
+        from .plots import save_plots
+        from .report import write_report
 
-        render(folder)
+        write_report(folder, save_plots(folder))
     return _show(folder, outcome, as_json)
 
 
