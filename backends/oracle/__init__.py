@@ -1,4 +1,4 @@
-"""Slow, obvious references in plain NumPy: what every metadata field must hold after a rebuild.
+"""Obvious references in plain NumPy: what every metadata field must hold after a rebuild.
 
 Independent of torch and of the kernels on purpose. `values` is what a correct rebuild leaves, `written` which cells it
 writes under a tail policy, `live` which cells an attention kernel may read. Everything else must keep its poison.
@@ -21,11 +21,13 @@ class Expected:
         values: array of the field's own shape and dtype; meaningful where `written`.
         written: bool, same shape.
         live: bool, same shape; a subset of `written` plus presets.
+        overflow: what the field has no room for; empty where everything fits.
     """
 
     values: np.ndarray
     written: np.ndarray
     live: np.ndarray
+    overflow: str = ""
 
     @staticmethod
     def whole(values: np.ndarray) -> Expected:
@@ -42,10 +44,7 @@ class Expected:
     def prefix_sum(counts: np.ndarray) -> Expected:
         """int32 [B + 1]: zero, then the running sum; index 0 is set once and not rewritten."""
         values = np.zeros(len(counts) + 1, dtype=np.int32)
-        total = 0
-        for i, n in enumerate(counts):
-            total += int(n)
-            values[i + 1] = total
+        values[1:] = np.cumsum(counts, dtype=np.int64)
         written = np.ones(values.shape, dtype=bool)
         written[0] = False
         return Expected(values, written, np.ones(values.shape, dtype=bool))
@@ -99,19 +98,19 @@ def pages(length: int, page_size: int) -> int:
     return -(-int(length) // page_size)
 
 
-def columns_written(lengths: np.ndarray, page_size: int, width: int, tail: TailPolicy) -> list[int]:
+def columns_written(lengths: np.ndarray, page_size: int, width: int, tail: TailPolicy) -> np.ndarray:
     """Columns each row's rebuild touches."""
-    live = [min(pages(n, page_size), width) for n in lengths]
+    live = np.clip(-(-lengths.astype(np.int64) // page_size), 0, width)
     if tail in (TailPolicy.STATIC_FULL, TailPolicy.ZERO_TAIL):
-        return [width] * len(live)
+        return np.full(len(live), width)
     if tail is TailPolicy.BATCH_MAX:
-        return [max(live, default=0)] * len(live)
+        return np.full(len(live), live.max(initial=0))
     return live
 
 
-def swa_slot(slot: int, full_to_swa: np.ndarray) -> int:
-    """The sliding-window slot; -1 has none."""
-    return -1 if slot == -1 else int(full_to_swa[slot])
+def swa_slot(slots: np.ndarray, full_to_swa: np.ndarray) -> np.ndarray:
+    """Sliding-window slots; -1 has none."""
+    return np.where(slots == -1, -1, full_to_swa[np.maximum(slots, 0)])
 
 
 def page_table(
@@ -124,28 +123,24 @@ def page_table(
     *,
     swa: bool = False,
 ) -> Expected:
-    """int32 [B, width]: page id of each page's first token, floor division, so that slot -1 gives page -1."""
-    values = np.zeros((len(rows), width), dtype=np.int32)
-    written = np.zeros(values.shape, dtype=bool)
-    live = np.zeros(values.shape, dtype=bool)
-    for r, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        n_live = min(pages(length, page_size), width)
-        n_written = columns_written(lengths, page_size, width, tail)[r]
-        live[r, :n_live] = True
-        written[r, :n_written] = True
-        for p in range(n_written):
-            if tail is TailPolicy.ZERO_TAIL and p >= n_live:
-                continue
-            slot = int(pools.req_to_token[row, p * page_size])
-            if swa:
-                slot = swa_slot(slot, pools.full_to_swa)
-            values[r, p] = slot // page_size
-    return Expected(values, written, live)
+    """int32 [B, width]: page id of each page's first token, floor division, so that slot -1 gives page -1.
+
+    A length that needs more columns than there are loses its last pages, and `overflow` says so.
+    """
+    column = np.arange(width)
+    live = column < columns_written(lengths, page_size, width, TailPolicy.LIVE_ONLY)[:, None]
+    written = column < columns_written(lengths, page_size, width, tail)[:, None]
+    values = np.zeros(written.shape, dtype=np.int32)
+    r, p = np.nonzero(live if tail is TailPolicy.ZERO_TAIL else written)
+    slots = pools.req_to_token[np.asarray(rows)[r], p * page_size].astype(np.int64)
+    values[r, p] = (swa_slot(slots, pools.full_to_swa) if swa else slots) // page_size
+    longest = pages(lengths.max(initial=0), page_size)
+    overflow = f"a length needs {longest} columns, the table has {width}" if longest > width else ""
+    return Expected(values, written, live, overflow)
 
 
 def write_slots(out_cache_loc: np.ndarray, size: int, full_to_swa: np.ndarray) -> Expected:
     """int64 [size]: mapped write slots, zeros behind them."""
     values = np.zeros(size, dtype=np.int64)
-    for i, slot in enumerate(out_cache_loc):
-        values[i] = swa_slot(int(slot), full_to_swa)
+    values[: len(out_cache_loc)] = swa_slot(out_cache_loc, full_to_swa)
     return Expected.whole(values)

@@ -20,7 +20,7 @@ def expected(
     """Every metadata field by name. `width` is the table's columns."""
     b, tokens = len(batch.seq_lens), batch.tokens_per_req
     added = {"draft_decode": step_id + 1, "target_verify": tokens}.get(batch.mode, 0)
-    lengths = np.array([int(n) + added for n in batch.seq_lens], dtype=np.int32)
+    lengths = (batch.seq_lens + added).astype(np.int32)
     rows = batch.req_pool_indices
     fields = {
         "cache_seqlens_int32": Expected.whole(lengths),
