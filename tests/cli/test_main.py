@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from attn_graph.cli import main
 from attn_graph.cli.errors import EXPECTED, CliError, ExitCode, NotComparableError, explain
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "triton", "pandas", "matplotlib", "scipy"}
+HEAVY = {"torch", "triton", "pandas", "matplotlib", "scipy", "numpy"}
 COMMAND = typer.main.get_command(main.app)
 
 
@@ -38,18 +38,27 @@ def raising(error: BaseException):
     return it
 
 
+def cpu_seconds(command: list[str]) -> float:
+    """Processor time of a command: what it would take on an idle machine, which a test machine is not."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["backends"], ["backends", "--json"]])
-def test_light_commands_answer_in_half_a_second_without_heavy_imports(arguments):
+def test_light_commands_answer_in_half_a_second(arguments):
+    command = [sys.executable, "-m", "attn_graph.cli.main", *arguments]
+    assert min(cpu_seconds(command) for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["backends"], ["backends", "--json"]])
+def test_light_commands_import_nothing_heavy(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "attn_graph.cli.main", *arguments]
-    took_s = []
-    for _ in range(4):  # the best of a few: other tests may be using the cores
-        start = time.perf_counter()
-        ended = subprocess.run(command, capture_output=True, text=True, check=True)
-        took_s.append(time.perf_counter() - start)
-    imported = {line.rsplit("|", 1)[1].strip() for line in ended.stderr.splitlines() if "|" in line}
+    trace = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    imported = {line.rsplit("|", 1)[1].strip() for line in trace.splitlines() if "|" in line}
     assert "typer" in imported  # else the trace was not read
     assert not imported & HEAVY
-    assert min(took_s) < 0.5
 
 
 @pytest.mark.parametrize("name", sorted(COMMAND.commands))
