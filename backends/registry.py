@@ -70,6 +70,23 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="trtllm_mla",
+        kind="backend",
+        family="block_table",
+        pattern="B",
+        modes=DECODE_MODES + SPEC_MODES,
+        target=".trtllm_mla:TrtllmMlaBackend",
+        note="metadata only; the trtllm-gen MLA kernel and its ragged draft-extend padding are not run",
+        dispatches={
+            "decode": (1, None),
+            "idle": (1, None),
+            "draft_decode": (1, None),
+            "target_verify": (4, None),
+            "draft_extend": (11, None),
+            "draft_extend_v2": (11, None),
+        },
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",

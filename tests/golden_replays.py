@@ -1,0 +1,144 @@
+"""Recorded cases of an engine (``data/goldens``), replayed through our runner and compared where a kernel may read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from attn_graph.backends.base import AttentionConfig, tensors_of
+from attn_graph.backends.batch import LiveBatch, Pools
+from attn_graph.backends.modes import Arm, ForwardMode
+from attn_graph.backends.oracle import Expected
+from rebuilds import Replayer, host_pools
+
+FOLDER = Path(__file__).parent / "data" / "goldens"
+
+MODES = {
+    "decode": ForwardMode.DECODE,
+    "draft": ForwardMode.DRAFT_DECODE,
+    "verify": ForwardMode.TARGET_VERIFY,
+    "dext": ForwardMode.DRAFT_EXTEND,
+    "dext_v1": ForwardMode.DRAFT_EXTEND,
+    "dext_v2": ForwardMode.DRAFT_EXTEND_V2,
+    "dllm": ForwardMode.DLLM_EXTEND,
+}
+
+
+def cases(backend: str) -> list[Path]:
+    """Every recorded case of a backend."""
+    return sorted((FOLDER / backend).glob("*.npz"))
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One replay: what ours holds, what the oracle says, what the engine left.
+
+    Attributes:
+        got: our metadata by path.
+        expected: the oracle's word on it.
+        golden: the engine's tensors by their name in the file, ``static/`` ones included.
+        host: host scalars of the engine, and its counts.
+    """
+
+    got: dict[str, np.ndarray]
+    expected: dict[str, Expected]
+    golden: dict[str, np.ndarray]
+    host: dict
+
+    def differences(self, field: str, name: str | None = None) -> list[str]:
+        """Live cells of `field` that differ from the recorded tensor `name`, over the columns both have."""
+        recorded, want, got = self.golden[name or field], self.expected[field], self.got[field]
+        common = tuple(slice(min(a, b)) for a, b in zip(recorded.shape, got.shape, strict=True))
+        live, a, b = want.live[common], recorded[common], got[common]
+        assert want.live.sum() == live.sum() and live.any(), f"{field}: the recorded table is too narrow"
+        return [
+            f"{field}{list(map(int, at))}: {b[tuple(at)]}, recorded {a[tuple(at)]}"
+            for at in np.argwhere(live & (a != b))
+        ]
+
+
+class Golden:
+    """One file."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as data:
+            self.data = {key: data[key] for key in data.files}
+        self.config = json.loads(str(self.data["config"]))
+        self.mode = MODES[self.config["mode"]]
+
+    def pools(self) -> Pools:
+        there = lambda key: torch.from_numpy(self.data[key]) if key in self.data else None  # noqa: E731
+        return Pools(there("init/req_to_token"), there("init/full_to_swa"), True, there("init/mamba_index_mapping"))
+
+    def attention_config(self, step_id: int = 0, **extra) -> AttentionConfig:
+        c = self.config
+        return AttentionConfig(
+            page_size=c["P"],
+            max_context=c["C"],
+            draft_tokens=c["N"],
+            topk=c["K"],
+            draft_steps=c["S"],
+            step_id=step_id,
+            window=c["window"],
+            num_heads=c["heads"],
+            num_kv_heads=c["kv_heads"],
+            max_requests=c["pool_size"],
+            extra=extra,
+        )
+
+    def live(self, i: int, step_id: int = 0) -> LiveBatch:
+        """The scheduler's batch of replay i; in draft decode the write slots of one step."""
+        given = self._group(f"r{i}/in/")
+        idle = not len(given["seq_lens"])
+        slots = given["out_cache_loc"]
+        if self.mode is ForwardMode.DRAFT_DECODE:
+            slots = slots.reshape(-1, self.config["S"])[:, step_id].copy()
+        return LiveBatch(
+            mode=ForwardMode.IDLE if idle else self.mode,
+            req_pool_indices=given["req_pool_indices"],
+            seq_lens=given["seq_lens"],
+            out_cache_loc=slots,
+            positions=given["positions"],
+            num_accept_tokens=given.get("num_accept_tokens"),
+            custom_mask=given.get("custom_mask"),
+            retrieve_next_token=given.get("retrieve_next_token"),
+            retrieve_next_sibling=given.get("retrieve_next_sibling"),
+        )
+
+    def replays(self, backend_class, arm: Arm, step_id: int = 0, **extra) -> Iterator[Replayed]:
+        """Capture once, then every replay of the file, on poisoned buffers, in one arm."""
+        c = self.config
+        recorded = arm.placement.value != "eager"
+        backend = backend_class(
+            self.attention_config(step_id, **extra), self.pools(), arm.implementation, recorded=recorded
+        )
+        own = Replayer.capture(
+            backend,
+            self.mode,
+            c["B"],
+            arm.placement,
+            tokens_per_req=c["tokens_per_req"],
+            fill=c["fill"],
+            lens=getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch.")),
+            mask_context=c["C"] if c["mask"] else 0,
+        )
+        for i in range(c["replays"]):
+            live = self.live(i, step_id)
+            assert own.differences(live, i) == []
+            batch = own.load(live)
+            for name in ("seq_lens", "req_pool_indices"):
+                np.testing.assert_array_equal(getattr(batch, name), self.data[f"r{i}/static/{name}"])
+            bound = tensors_of(backend.metadata[self.mode, c["B"]])
+            yield Replayed(
+                got={path: t.cpu().numpy().copy() for path, t in bound.items()},
+                expected=backend.expected(batch, host_pools(backend.pools)),
+                golden=self._group(f"r{i}/out/") | {f"live/{k}": v for k, v in self._group(f"r{i}/live/").items()},
+                host=json.loads(str(self.data[f"r{i}/host"])),
+            )
+
+    def _group(self, prefix: str) -> dict[str, np.ndarray]:
+        return {key.removeprefix(prefix): value for key, value in self.data.items() if key.startswith(prefix)}
