@@ -87,6 +87,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="cutlass_mla",
+        kind="backend",
+        family="block_table",
+        pattern="A",
+        modes=DECODE_MODES,
+        target=".cutlass_mla:CutlassMlaBackend",
+        note="metadata only; the CUTLASS MLA kernel (Blackwell) and its workspace are not here",
+        dispatches={"decode": (2, None), "idle": (2, None)},
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",
