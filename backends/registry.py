@@ -87,6 +87,22 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="dsa",
+        kind="backend",
+        family="page_table",
+        pattern="B",
+        modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
+        target=".dsa:DsaBackend",
+        note="reference schedulers stand in for DeepGEMM's, the top-k kernel's and FlashMLA's; no kernel of theirs runs",
+        dispatches={
+            "decode": (23, None),
+            "idle": (23, None),
+            "draft_decode": (23, None),
+            "target_verify": (35, None),
+            "draft_extend_v2": (35, None),
+        },
+    ),
+    BackendInfo(
         name="cutlass_mla",
         kind="backend",
         family="block_table",
