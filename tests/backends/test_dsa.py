@@ -14,6 +14,7 @@ from attn_graph.backends.dsa import DsaBackend
 from attn_graph.backends.kernels.expand_seqlens import expand_seqlens
 from attn_graph.backends.modes import Arm, ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
+from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
 Mode = ForwardMode
@@ -321,3 +322,43 @@ def test_a_batch_that_the_buffers_do_not_hold_is_refused():
         own.backend.bind(replace(batch, batch_size=5))
     with pytest.raises(ConfigError, match="holds 16 rows, 4 requests of 5 queries need 20"):
         own.backend.bind(replace(batch, positions=torch.zeros(20)))
+
+
+RECORDED = (
+    "cache_seqlens_int32",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "page_table_1",
+    "real_page_table",
+    "dsa_cache_seqlens_int32",
+    "dsa_cu_seqlens_q",
+    "dsa_cu_seqlens_k",
+    "dsa_seqlens_expanded",
+)
+ACCEPTED_WIDTH = frozenset(RECORDED) - {"cache_seqlens_int32", "cu_seqlens_k"}
+"""Fields whose rows the releases before 0.5.15 laid out by accepted counts in draft extend."""
+
+
+def released(golden: Golden) -> tuple[int, ...]:
+    return tuple(int(part) for part in golden.config["release"].split(".")[:3] if part.isdigit())
+
+
+@pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
+@pytest.mark.parametrize("path", cases("dsa"), ids=lambda path: path.stem)
+def test_recorded_cases_are_reproduced(path, arm):
+    golden = Golden(path)
+    old = released(golden) < (0, 5, 15)
+    fields = set(RECORDED)
+    if old and golden.mode is Mode.DRAFT_EXTEND_V2:
+        fields -= ACCEPTED_WIDTH
+    steps = range(golden.config["S"] - 1) if golden.mode is Mode.DRAFT_DECODE else [None]
+    for step in steps:
+        prefix = "" if step is None else f"step{step}."
+        options = {"index_topk": golden.config["extra"].get("index_topk", 64), "num_sms": SMS}
+        for replay in golden.replays(DsaBackend, arm, step or 0, **options):
+            recorded = sorted(field for field in fields if prefix + field in replay.golden)
+            assert {"cache_seqlens_int32", "cu_seqlens_k"} <= set(recorded)
+            assert [d for field in recorded for d in replay.differences(field, prefix + field)] == []
+            if arm.implementation is Implementation.ATEN and not old:  # the whole width, tails included
+                for field in recorded:
+                    np.testing.assert_array_equal(replay.got[field], replay.golden[prefix + field], field)
