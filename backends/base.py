@@ -125,6 +125,8 @@ class AttentionBackend(ABC):
         self.forward_metadata: Any = None
         self.max_bs = 0
         self._rebuild = self._choose_rebuild()
+        plans = type(self).plan is not AttentionBackend.plan
+        self._out_graph_work = ([] if recorded else [self._rebuild]) + ([self.plan] if plans else [])
 
     @staticmethod
     def default_tail(implementation: Implementation, recorded: bool) -> TailPolicy:
@@ -141,17 +143,16 @@ class AttentionBackend(ABC):
 
     def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
         """Host work before capture (bind views) or before replay (select them, rebuild if not recorded)."""
-        key = (fb.forward_mode, fb.batch_size)
+        # At replay of a recorded rebuild the next few lines are all that metadata costs the host.
         if in_capture:
             self._check_mode(fb)
-            self.metadata[key] = self.bind(fb)
+            self.metadata[fb.forward_mode, fb.batch_size] = self.bind(fb)
         try:
-            self.forward_metadata = self.metadata[key]
+            md = self.forward_metadata = self.metadata[fb.forward_mode, fb.batch_size]
         except KeyError:
-            raise NotCapturedError(self._not_captured(key)) from None
-        if not self.recorded:
-            self._rebuild(fb, self.forward_metadata)
-        self.plan(fb, self.forward_metadata)
+            raise NotCapturedError(self._not_captured(fb.forward_mode, fb.batch_size)) from None
+        for work in self._out_graph_work:
+            work(fb, md)
 
     def plan(self, fb: ForwardBatch, md: Any) -> None:
         """Host work that no graph can hold (a vendor planner, host mirrors), after the rebuild. None by default."""
@@ -205,8 +206,7 @@ class AttentionBackend(ABC):
             known = ", ".join(sorted(map(str, self.modes)))
             raise ConfigError(f"{type(self).__name__} has no mode {fb.forward_mode!s}. It has: {known}")
 
-    def _not_captured(self, key: tuple[ForwardMode, int]) -> str:
-        mode, size = key
+    def _not_captured(self, mode: ForwardMode, size: int) -> str:
         sizes = sorted(b for m, b in self.metadata if m is mode)
         return (
             f"batch size {size} was not captured for mode {mode}; captured sizes: "

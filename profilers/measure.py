@@ -243,7 +243,7 @@ class CaseBench:
         for name, built in self.built.items():
             if built.arm.implementation is Implementation.COMPILE:
                 # Counting dispatches switches compiled code off: there is nothing true to report.
-                found += [Sample(name, 0, -1, m, None, "unsupported") for m in ("dispatches", "launches", "syncs")]
+                found += [Sample(name, 0, -1, m, None, "not_applicable") for m in ("dispatches", "launches", "syncs")]
                 continue
             built.runner.load_batch(self.batches[0])
             seen = count(built.runner.rebuild, [self.slots.seq_lens_cpu])
@@ -263,22 +263,18 @@ class CaseBench:
 
             built.runner.load_batch(self.batches[0])
             if built.arm.placement is Placement.EAGER:
-                times = {"prep_device_us": eager_device_us(built.runner.rebuild), "prep_device_cold_us": []}
-            else:
-                batch = built.runner.capture_batch(self.case.bucket)
-                built.backend.init_forward_metadata_out_graph(batch)
+                eager = eager_device_us(built.runner.rebuild, device=self.device)
+                found += _device_samples(name, "prep_device_us", eager.values, eager.status, eager.cause)
+                found += _device_samples(name, "prep_device_cold_us", (), "not_applicable", "timed hot only")
+                continue
+            batch = built.runner.capture_batch(self.case.bucket)
+            built.backend.init_forward_metadata_out_graph(batch)
 
-                def body(backend=built.backend, batch=batch):
-                    backend.init_forward_metadata_in_graph(batch)
+            def body(backend=built.backend, batch=batch) -> None:
+                backend.init_forward_metadata_in_graph(batch)
 
-                times = {
-                    "prep_device_us": marginal_us(body, device=self.device),
-                    "prep_device_cold_us": marginal_us(body, device=self.device, cold=True),
-                }
-            for metric, values in times.items():
-                found += [Sample(name, 0, i, metric, v) for i, v in enumerate(values)] or [
-                    Sample(name, 0, -1, metric, None, "not_applicable")
-                ]
+            for metric, cold in (("prep_device_us", False), ("prep_device_cold_us", True)):
+                found += _device_samples(name, metric, marginal_us(body, device=self.device, cold=cold))
         return found
 
     def time_steps(self, context: RankContext) -> dict[str, ArmTimes]:
@@ -312,6 +308,15 @@ class CaseBench:
                     self.drain()
             found[name] = np.array(times)
         return found
+
+
+def _device_samples(
+    arm: str, metric: str, values: Sequence[float], status: str = "failed", cause: str = ""
+) -> list[Sample]:
+    """One sample a repeat, or one blank with the reason."""
+    return [Sample(arm, 0, i, metric, v) for i, v in enumerate(values)] or [
+        Sample(arm, 0, -1, metric, None, status, cause)
+    ]
 
 
 class _StepTimer:

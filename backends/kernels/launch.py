@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from . import direct
+
 Run = Callable[[], None]
 Observer = Callable[[Run, tuple[Any, ...] | None], None]
 """Called instead of a launch, with the launch and its arguments (None for a graph); must run it exactly once."""
 
 observers: list[Observer] = []
+
+_direct = direct.DirectLauncher()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -27,6 +31,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: d
         return
     if observers:
         through_observers(partial(kernel[grid], *args, **options), args)
+    elif direct.supported(kernel):
+        _direct.launch(kernel, grid, args, options)
     else:
         kernel[grid](*args, **options)
 

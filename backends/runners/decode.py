@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,9 @@ class StaticSlots:
         self.retrieve_next_sibling = torch.full(links, -1, dtype=torch.int64, device=device)
         cells = tokens * (mask_context + tokens_per_req) if mask_context else 0
         self.custom_mask = torch.ones(cells, dtype=torch.bool, device=device) if cells else None
+        # Padding rows of an idle step: they see everything, and no stale tree.
+        idle_cells = tokens * (fill + tokens_per_req)
+        self.idle_mask = torch.ones(idle_cells, dtype=torch.bool, device=device) if cells else None
         self.encoder_lens = (
             None if encoder_fill is None else torch.full((max_bs,), encoder_fill, dtype=torch.int32, device=device)
         )
@@ -142,6 +146,11 @@ class StaticSlots:
 class DecodeRunner:
     """Captures one graph per bucket and replays it for live batches of any size up to the largest.
 
+    Attributes:
+        rebuild: rebuilds the metadata of the loaded batch where the placement says; in the main graph it only selects
+            the bound object.
+        launch: launches the loaded batch's graph.
+
     Args:
         backend: with its state initialised by this runner.
         mode: captured mode; an IDLE step replays the same graph on padding.
@@ -174,8 +183,8 @@ class DecodeRunner:
         backend.init_cuda_graph_state(self.buckets[-1], self.buckets[-1] * slots.tokens_per_req)
         self.bucket = 0
         self.view: ForwardBatch | None = None
-        self._prepare: Callable[[], None] = lambda: None
-        self.launch: Callable[[], None] = lambda: None
+        self.rebuild: Callable[[], None] = _nothing_loaded
+        self.launch: Callable[[], None] = _nothing_loaded
 
     def capture(self) -> None:
         """Capture every bucket, largest first, so that smaller graphs reuse the larger ones' memory.
@@ -225,14 +234,9 @@ class DecodeRunner:
         self.slots.fill(step, self.bucket)
         self.view = self._batch(self.bucket, step)
         self.launch = self.graphs[self.bucket].launch
+        hook = partial(self.backend.init_forward_metadata_out_graph, self.view)
         glue = self.glue.get(self.bucket)
-        self._prepare = glue.launch if glue else lambda: None
-
-    def rebuild(self) -> None:
-        """Rebuild the metadata where the placement says; in the main graph this only selects the bound object."""
-        self.backend.init_forward_metadata_out_graph(self.view)
-        if self.placement is Placement.GLUE:
-            self._prepare()
+        self.rebuild = hook if glue is None else partial(_in_turn, hook, glue.launch)
 
     def replay(self) -> None:
         """Rebuild, then launch."""
@@ -273,10 +277,11 @@ class DecodeRunner:
             num_accept_tokens=s.num_accept_tokens[:bucket],
         )
         if step is None or step.mode is Mode.IDLE:
-            # An idle rank has no tree: the engine substitutes the runner's own mask buffer.
+            # An idle rank has no tree: the engine substitutes a mask of the runner's own.
+            idle = step is not None and s.idle_mask is not None
             return SpecInfo(
                 **common,
-                custom_mask=s.custom_mask,
+                custom_mask=s.idle_mask[: bucket * t * (s.fill_value + t)] if idle else s.custom_mask,
                 positions=s.positions[: bucket * t] if step is None else s.positions[:0],
                 extend_seq_lens=s.extend_seq_lens[:bucket],
                 retrieve_next_token=None if step is not None else s.retrieve_next_token[:bucket],
@@ -299,3 +304,12 @@ class DecodeRunner:
         longest, limit = int(step.seq_lens_cpu.max()), self.backend.config.max_context
         if longest > limit:
             raise ConfigError(f"seq_lens has {longest} tokens, more than max_context {limit}")
+
+
+def _in_turn(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def _nothing_loaded() -> None:
+    raise NotCapturedError("no batch is loaded: call load_batch first")
