@@ -15,7 +15,7 @@ import pytest
 from attn_graph.cli.plots import save_plots
 from attn_graph.cli.report import missing, waiting, write_report
 from attn_graph.cli.tables import arm_rows, case_labels, number, print_summary, shown_ratio
-from attn_graph.profilers.results import ACROSS_RANKS, RunWriter, cases_in, read_samples, read_summary
+from attn_graph.profilers.results import RunWriter, cases_in, read_samples, read_summary
 from attn_graph.profilers.sample import PREDICTED, Sample
 from rich.console import Console
 
@@ -224,7 +224,3 @@ def test_a_shown_ratio_recomputes_from_the_shown_numbers():
     assert shown_ratio(41.26, 342.4) == f"{41.3 / 342:.3g}"
     assert shown_ratio(1, 0) == ""
     assert shown_ratio(None, 3) == ""
-
-
-def test_what_spans_all_ranks_is_pooled_only():
-    assert ACROSS_RANKS == -1

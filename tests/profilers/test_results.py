@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 from attn_graph.profilers import results
 from attn_graph.profilers.results import (
-    ACROSS_RANKS,
     ResultsError,
     RunWriter,
     cases_in,
@@ -322,7 +321,3 @@ def test_a_half_written_gzip_member_of_a_killed_run_is_not_read(tmp_path):
     assert len(read_samples(run)) == rows
     moved = shutil.move(run, tmp_path / "elsewhere")
     assert len(read_samples(moved)) == rows
-
-
-def test_the_rank_of_what_spans_ranks_is_no_rank():
-    assert ACROSS_RANKS < 0

@@ -132,6 +132,7 @@ def test_only_runs_whose_ranges_do_not_overlap_differ():
     assert runs_verdict([461, 463, 465], [470, 472, 475]).word == "slower"
     overlapping = runs_verdict([461, 465, 470], [464, 468, 472])
     assert (overlapping.word, overlapping.sentence) == ("same", "no difference shown")
+    assert runs_verdict([464, 468, 472], [461, 465, 470]).word == "same"
     assert runs_verdict([400, 465, 500], [430, 520, 560]).word == "undecided"
     assert runs_verdict([470, 472], [461, 463]).word == "undecided"
 
