@@ -113,6 +113,22 @@ BUILTIN: tuple[BackendInfo, ...] = (
         dispatches={"decode": (2, None), "idle": (2, None)},
     ),
     BackendInfo(
+        name="flashmla",
+        kind="backend",
+        family="block_table",
+        pattern="A",
+        modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
+        target=".flashmla:FlashMlaBackend",
+        note="a reference scheduler stands in for get_mla_metadata, its launch counted apart; no dense-FP8 plans",
+        dispatches={
+            "decode": (12, None),
+            "idle": (12, None),
+            "draft_decode": (12, None),
+            "target_verify": (14, None),
+            "draft_extend_v2": (15, None),
+        },
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",

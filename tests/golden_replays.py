@@ -49,16 +49,26 @@ class Replayed:
     golden: dict[str, np.ndarray]
     host: dict
 
-    def differences(self, field: str, name: str | None = None) -> list[str]:
-        """Live cells of `field` that differ from the recorded tensor `name`, over the columns both have."""
-        recorded, want, got = self.golden[name or field], self.expected[field], self.got[field]
+    def differences(self, field: str, name: str | None = None, rows: int | None = None) -> list[str]:
+        """Live cells of `field` that differ from the recorded tensor `name`, over the columns both have.
+
+        rows: compare the first ones of a recorded buffer that has more.
+        """
+        recorded, want, got = self.golden[name or field][:rows], self.expected[field], self.got[field]
+        assert recorded.dtype == got.dtype and len(recorded) == len(got)
         common = tuple(slice(min(a, b)) for a, b in zip(recorded.shape, got.shape, strict=True))
         live, a, b = want.live[common], recorded[common], got[common]
-        assert want.live.sum() == live.sum() and live.any(), f"{field}: the recorded table is too narrow"
-        return [
-            f"{field}{list(map(int, at))}: {b[tuple(at)]}, recorded {a[tuple(at)]}"
-            for at in np.argwhere(live & (a != b))
-        ]
+        assert want.live.sum() == live.sum(), f"{field}: the recorded table is too narrow"
+        wrong = np.argwhere(live & (a != b)).tolist()
+        return [f"{field}{at}: {b[tuple(at)]}, recorded {a[tuple(at)]}" for at in wrong]
+
+    def flat_differences(self, field: str) -> list[str]:
+        """The same for a flat buffer, whose size may be another than the recorded one's behind the live cells."""
+        recorded, live, got = self.golden[field], self.expected[field].live, self.got[field]
+        n = int(live.sum())
+        assert recorded.dtype == got.dtype and live[:n].all() and len(recorded) >= n, field
+        wrong = np.flatnonzero(recorded[:n] != got[:n]).tolist()
+        return [f"{field}[{i}]: {got[i]}, recorded {recorded[i]}" for i in wrong]
 
 
 class Golden:

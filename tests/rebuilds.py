@@ -39,17 +39,19 @@ class Replayer:
         bucket: int,
         placement: Placement = Placement.EAGER,
         *,
+        max_bs: int | None = None,
         tokens_per_req: int = 1,
         fill: int | None = None,
         lens: torch.dtype = torch.int64,
         slots: StaticSlots | None = None,
         **slot_options,
     ) -> Replayer:
+        """Args: bucket, the size to replay; max_bs, a larger captured size, which the buffers then have."""
         fill = backend.seq_len_fill_value if fill is None else fill
-        device = backend.device
-        slots = slots or StaticSlots(bucket, tokens_per_req, fill, device, lens=lens, **slot_options)
+        device, buckets = backend.device, {bucket, max_bs or bucket}
+        slots = slots or StaticSlots(max(buckets), tokens_per_req, fill, device, lens=lens, **slot_options)
         graphs = GraphFactory(device)
-        own = Replayer(backend, DecodeRunner(backend, mode, [bucket], slots, placement, graphs), graphs)
+        own = Replayer(backend, DecodeRunner(backend, mode, sorted(buckets), slots, placement, graphs), graphs)
         with own.stream():
             own.runner.capture()
         return own
@@ -116,7 +118,8 @@ def replayed(replayer: Replayer, batches: Iterable[LiveBatch]) -> Iterator[list[
 def _poison(tensor: torch.Tensor, want: Expected, seed: int) -> np.ndarray:
     """Spoil every cell but the presets, which a rebuild only reads; what the tensor holds now."""
     assert tuple(tensor.shape) == want.values.shape, (tuple(tensor.shape), want.values.shape)
-    spoiled = ~want.values if want.values.dtype == bool else np.full_like(want.values, -1000003 - seed)
+    kind = want.values.dtype.kind
+    spoiled = ~want.values if kind == "b" else np.full_like(want.values, 249 if kind == "u" else -1000003 - seed)
     now = np.where(want.live & ~want.written, tensor.cpu().numpy(), spoiled)
     tensor.copy_(torch.from_numpy(now))
     return now
