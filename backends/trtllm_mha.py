@@ -22,9 +22,9 @@ from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.decode_metadata import (
     DecodeMetadataConfig,
+    PreparedDecodeMetadata,
     QueryMode,
     default_config,
-    launch_decode_metadata,
 )
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, trtllm_mha
@@ -48,6 +48,7 @@ class TrtllmMhaMetadata:
     max_seq_len_q: int
     max_seq_len_k: int
     kernel_config: DecodeMetadataConfig
+    fused: PreparedDecodeMetadata | None = None  # bound at the first fused rebuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +203,21 @@ class TrtllmMhaBackend(AttentionBackend):
             md.swa_page_table[:, :columns].copy_(mapped // page_size)
 
     def rebuild_fused(self, fb: ForwardBatch, md: TrtllmMhaMetadata) -> None:
-        mode, q_mode = fb.forward_mode, QueryMode.PRESET
-        accepted = None
-        if mode is Mode.DRAFT_EXTEND:
-            q_mode, accepted = QueryMode.CUMSUM, fb.spec_info.num_accept_tokens
-        elif mode is Mode.DRAFT_EXTEND_V2:
-            q_mode = QueryMode.STRIDED
         if md.swa_out_cache_loc is not None:
             self._checked_slots(fb, md)
-        launch_decode_metadata(
+        accepted = fb.spec_info.num_accept_tokens if fb.forward_mode is Mode.DRAFT_EXTEND else None
+        if md.fused is None:
+            md.fused = self._prepared(fb, md, accepted)
+        md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc, accepted)
+
+    def _prepared(
+        self, fb: ForwardBatch, md: TrtllmMhaMetadata, accepted: torch.Tensor | None
+    ) -> PreparedDecodeMetadata:
+        c, mode = self.config, fb.forward_mode
+        q_mode = {Mode.DRAFT_EXTEND: QueryMode.CUMSUM, Mode.DRAFT_EXTEND_V2: QueryMode.STRIDED}.get(
+            mode, QueryMode.PRESET
+        )
+        return PreparedDecodeMetadata(
             fb.req_pool_indices,
             fb.seq_lens,
             self.pools.req_to_token,
@@ -219,8 +226,8 @@ class TrtllmMhaBackend(AttentionBackend):
             md.page_table,
             fb.batch_size,
             self._length_offset(mode, md),
-            self.config.table_columns,
-            self.config.page_size,
+            c.table_columns,
+            c.page_size,
             self.pools.full_to_swa,
             md.swa_page_table,
             fb.out_cache_loc,
@@ -228,7 +235,7 @@ class TrtllmMhaBackend(AttentionBackend):
             md.cu_seqlens_q,
             accepted,
             md.max_seq_len_q,
-            q_mode.value,
+            int(q_mode),
             self.tail,
             False,
             md.kernel_config,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from ..modes import TailPolicy
-from .device import batch_max, ceil_pages, floor_div, swa_slot
-from .launch import launch
+from .device import batch_max, ceil_pages, floor_div, swa_slot, write_swa_slots
+from .launch import PreparedLaunch, launch
 
 SLOT_BLOCK = 512
 SCAN_BLOCK = 1024
@@ -63,11 +63,11 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     idle program costs about 0.6 ns, so the grid stays near two programs per multiprocessor of a large GPU.
     """
     block = 64 if max_seq_pages <= 64 else 128 if max_seq_pages <= 8192 else 256
-    blocks = triton.cdiv(max_seq_pages, block)
+    blocks = -(-max_seq_pages // block)
     return DecodeMetadataConfig(max(1, min(blocks, 256 // max(bs, 1))), block, 1 if block == 64 else 4)
 
 
-@triton.jit(do_not_specialize=["bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride"])
+@triton.jit(do_not_specialize=["bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride", "loc_stride"])
 def _decode_metadata_kernel(
     req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc, qlens,
     cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_out_cache_loc,
@@ -92,7 +92,7 @@ def _decode_metadata_kernel(
             SCAN,
         )
     elif pid <= SLOT_PROGRAMS:
-        _write_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
+        write_swa_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
     else:
         part = pid - 1 - SLOT_PROGRAMS
         row = part // PROGRAMS_PER_ROW
@@ -165,17 +165,6 @@ def _prefix_sums(
         tl.store(cu_seqlens_k, tl.full((), 0, tl.int32))
         if Q_MODE != 0:
             tl.store(cu_seqlens_q, tl.full((), 0, tl.int32))
-
-
-@triton.jit
-def _write_slots(
-    swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, block, SLOTS: tl.constexpr
-):
-    i = block * SLOTS + tl.arange(0, SLOTS)
-    given = i < tl.minimum(n_loc, n_swa_out)
-    loc = tl.load(out_cache_loc + i.to(tl.int64) * loc_stride, mask=given, other=0)
-    slots = tl.where(given, swa_slot(swa_mapping, loc, given), 0)
-    tl.store(swa_out_cache_loc + i, slots, mask=i < n_swa_out)
 
 
 def update_decode_metadata(
@@ -272,49 +261,83 @@ def update_decode_metadata(
     )  # fmt: skip
 
 
-def launch_decode_metadata(
+def launch_decode_metadata(*arguments) -> None:
+    """`update_decode_metadata` without its checks, positional, for callers whose buffers were checked when bound."""
+    launch(_decode_metadata_kernel, *_launch_of(*arguments))
+
+
+VARYING = (0, 1, 4, 5, 15, 21)
+"""Kernel arguments that change from replay to replay: what `PreparedDecodeMetadata` is called with."""
+
+
+class PreparedDecodeMetadata:
+    """The same rebuild, bound to its output buffers: each call only brings what the next batch changes."""
+
+    def __init__(self, *arguments) -> None:
+        self._absent = arguments[3]
+        self._launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(*arguments), varying=VARYING)
+
+    def __call__(
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor | None,
+        qlens: torch.Tensor | None,
+    ) -> None:
+        """Rebuild for these inputs; the layout of each as in `update_decode_metadata`."""
+        loc = self._absent if out_cache_loc is None else out_cache_loc
+        self._launch(
+            req_pool_indices,
+            seq_lens,
+            loc,
+            self._absent if qlens is None else qlens,
+            0 if out_cache_loc is None else loc.shape[0],
+            loc.stride(0),
+        )
+
+
+def _launch_of(
     req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset,
     max_seq_pages, page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens,
     q_stride, q_mode, tail, write_cu_zero, config,
-):  # fmt: skip
-    """`update_decode_metadata` without its checks, for callers whose buffers were checked when they were bound."""
+) -> tuple[tuple[int, ...], tuple, dict]:  # fmt: skip
+    """Grid, arguments and constants of one launch."""
     n_out = 0 if swa_out_cache_loc is None else swa_out_cache_loc.shape[0]
-    slot_programs = triton.cdiv(n_out, SLOT_BLOCK)
+    # Plain integers: triton.cdiv and next_power_of_2 take 3 us each on the host.
+    slot_programs = -(-n_out // SLOT_BLOCK)
     absent = cache_seqlens  # any valid pointer; the compiled variant never touches it
-    launch(
-        _decode_metadata_kernel,
-        (1 + slot_programs + bs * config.programs_per_row,),
-        (
-            req_pool_indices, seq_lens, req_to_token,
-            absent if swa_mapping is None else swa_mapping,
-            absent if out_cache_loc is None else out_cache_loc,
-            absent if qlens is None else qlens,
-            cache_seqlens,
-            absent if cu_seqlens_q is None else cu_seqlens_q,
-            cu_seqlens_k, page_table,
-            absent if swa_page_table is None else swa_page_table,
-            absent if swa_out_cache_loc is None else swa_out_cache_loc,
-            bs, seqlen_offset, max_seq_pages,
-            0 if out_cache_loc is None else out_cache_loc.shape[0],
-            n_out, q_stride,
-            req_to_token.stride(0), page_table.stride(0),
-            0 if swa_page_table is None else swa_page_table.stride(0),
-            1 if out_cache_loc is None else out_cache_loc.stride(0),
-        ),
-        {
-            "PAGE_SIZE": page_size,
-            "HAS_SWA": swa_page_table is not None,
-            "SLOT_PROGRAMS": slot_programs,
-            "Q_MODE": q_mode,
-            "TAIL": _TAILS[tail],
-            "WRITE_CU_ZERO": write_cu_zero,
-            "PROGRAMS_PER_ROW": config.programs_per_row,
-            "BLOCK": config.block,
-            "SCAN": min(SCAN_BLOCK, max(16, triton.next_power_of_2(bs))),
-            "SLOTS": SLOT_BLOCK,
-            "num_warps": config.num_warps,
-        },
+    loc = absent if out_cache_loc is None else out_cache_loc
+    args = (
+        req_pool_indices, seq_lens, req_to_token,
+        absent if swa_mapping is None else swa_mapping,
+        loc,
+        absent if qlens is None else qlens,
+        cache_seqlens,
+        absent if cu_seqlens_q is None else cu_seqlens_q,
+        cu_seqlens_k, page_table,
+        absent if swa_page_table is None else swa_page_table,
+        absent if swa_out_cache_loc is None else swa_out_cache_loc,
+        bs, seqlen_offset, max_seq_pages,
+        0 if out_cache_loc is None else loc.shape[0],
+        n_out, q_stride,
+        req_to_token.stride(0), page_table.stride(0),
+        0 if swa_page_table is None else swa_page_table.stride(0),
+        loc.stride(0),
     )  # fmt: skip
+    options = {
+        "PAGE_SIZE": page_size,
+        "HAS_SWA": swa_page_table is not None,
+        "SLOT_PROGRAMS": slot_programs,
+        "Q_MODE": q_mode,
+        "TAIL": _TAILS[tail],
+        "WRITE_CU_ZERO": write_cu_zero,
+        "PROGRAMS_PER_ROW": config.programs_per_row,
+        "BLOCK": config.block,
+        "SCAN": min(SCAN_BLOCK, max(16, 1 << (bs - 1).bit_length())),
+        "SLOTS": SLOT_BLOCK,
+        "num_warps": config.num_warps,
+    }
+    return (1 + slot_programs + bs * config.programs_per_row,), args, options
 
 
 def _check_vector(name: str, x: torch.Tensor, least: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -47,3 +47,15 @@ def query_lengths(seq_lens, row, mask, added, N: tl.constexpr):
     """Context of query row b * N + j as int32: seq_lens[b] + added + j. 0 where masked, not clamped elsewhere."""
     lens = tl.load(seq_lens + row // N, mask=mask, other=0).to(tl.int32) + added + row % N
     return tl.where(mask, lens, 0)
+
+
+@triton.jit
+def write_swa_slots(
+    swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, block, SLOTS: tl.constexpr
+):
+    """Block `block` of SLOTS write slots: swa_out_cache_loc[i] = swa_slot(out_cache_loc[i]), zeros from n_loc on."""
+    i = block * SLOTS + tl.arange(0, SLOTS)
+    given = i < tl.minimum(n_loc, n_swa_out)
+    loc = tl.load(out_cache_loc + i.to(tl.int64) * loc_stride, mask=given, other=0)
+    slots = tl.where(given, swa_slot(swa_mapping, loc, given), 0)
+    tl.store(swa_out_cache_loc + i, slots, mask=i < n_swa_out)

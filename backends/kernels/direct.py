@@ -19,10 +19,10 @@ _WORDS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, 
 _MAX_SCRATCH_POINTERS = 2  # Triton 3.4 and later append null pointers for scratch that these kernels do not use
 
 
-class DirectLaunch:
-    """One compiled variant on one device, with a cell for each of its parameters."""
+class Variant:
+    """One compiled variant on one device: what a launch of it needs."""
 
-    __slots__ = ("_block", "_call", "_cells", "_function", "_parameters", "_positions", "_shared")
+    __slots__ = ("block", "call", "function", "kinds", "positions", "scratch", "shared")
 
     def __init__(self, compiled: Any, n_args: int) -> None:
         """Take apart what Triton compiled.
@@ -38,31 +38,29 @@ class DirectLaunch:
             raise ValueError("clusters")
         kinds = list(compiled.src.signature.values())[:n_args]
         constants = compiled.src.constants
-        self._positions = [i for i, kind in enumerate(kinds) if kind != "constexpr" and (i,) not in constants]
-        self._cells = [_cell(kinds[i]) for i in self._positions]
-        scratch = _ptx_parameters(compiled.asm["ptx"]) - len(self._cells)
-        if not 0 <= scratch <= _MAX_SCRATCH_POINTERS:
-            raise ValueError(f"{len(self._cells)} runtime arguments for {len(self._cells) + scratch} parameters")
-        cells = self._cells + [ctypes.c_uint64(0) for _ in range(scratch)]
-        self._cells = cells[: len(self._cells)]
-        self._parameters = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-        self._call = _driver_launch()
-        self._function = ctypes.c_void_p(compiled.function)
-        self._block = metadata.num_warps * getattr(metadata, "warp_size", 32)
-        self._shared = metadata.shared
+        self.positions = [i for i, kind in enumerate(kinds) if kind != "constexpr" and (i,) not in constants]
+        self.kinds = [kinds[i] for i in self.positions]
+        self.scratch = _ptx_parameters(compiled.asm["ptx"]) - len(self.kinds)
+        if not 0 <= self.scratch <= _MAX_SCRATCH_POINTERS:
+            raise ValueError(f"{len(self.kinds)} runtime arguments for {len(self.kinds) + self.scratch} parameters")
+        self.cells()  # refuses kinds of argument that it does not know
+        self.call = _driver_launch()
+        self.function = ctypes.c_void_p(compiled.function)
+        self.block = metadata.num_warps * getattr(metadata, "warp_size", 32)
+        self.shared = metadata.shared
 
-    def __call__(self, grid: tuple[int, ...], values: list[int], stream: int) -> None:
-        """Launch. values: every argument as an integer, pointers as addresses.
+    def cells(self) -> tuple[list[Any], Any]:
+        """A cell for each runtime argument, and the array of their addresses that the driver reads."""
+        cells = [_cell(kind) for kind in self.kinds]
+        scratch = [ctypes.c_uint64(0) for _ in range(self.scratch)]
+        array = (ctypes.c_void_p * (len(cells) + self.scratch))(*map(ctypes.addressof, cells + scratch))
+        array.keep = scratch  # the driver reads through their addresses
+        return cells, array
 
-        Raises:
-            RuntimeError: the driver refuses.
-        """
-        for cell, i in zip(self._cells, self._positions):  # noqa: B905 - equal by construction, and this is the hot path
-            cell.value = values[i]
-        x, y, z = (*grid, 1, 1)[:3]
-        code = self._call(
-            self._function, x, y, z, self._block, 1, 1, self._shared, stream, self._parameters, None
-        )  # fmt: skip
+    def launch(self, grid: tuple[int, int, int], parameters: Any, stream: int) -> None:
+        """Raises RuntimeError if the driver refuses."""
+        x, y, z = grid
+        code = self.call(self.function, x, y, z, self.block, 1, 1, self.shared, stream, parameters, None)
         if code:
             raise RuntimeError(f"cuLaunchKernel failed with code {code}")
 
@@ -71,37 +69,93 @@ class DirectLauncher:
     """Launches of one process: remembers each variant after its first launch through Triton."""
 
     def __init__(self) -> None:
-        self._variants: dict[tuple, DirectLaunch | None] = {}
-        self._stream = self._device = None
+        self._variants: dict[tuple, tuple[Variant, list[Any], Any] | None] = {}
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Launch on the current stream of the current device."""
-        if self._stream is None:
-            active = triton.runtime.driver.active
-            self._stream, self._device = active.get_current_stream, active.get_current_device
         values: list[int] = []
-        shape: list[Any] = [kernel, self._device()]
+        shape: list[Any] = [kernel, current_device()]
         for arg in args:
-            if type(arg) is int:
-                values.append(arg)
-                shape.append((arg == 1) + 2 * (arg & 15 == 0) + 4 * (-2147483648 <= arg < 2147483648))
-            elif isinstance(arg, torch.Tensor):
-                address = arg.data_ptr()
-                values.append(address)
-                shape.append(arg.dtype)
-                shape.append(address & 15)
-            else:
+            value, code = _seen(arg)
+            if code is None:
                 kernel[grid](*args, **options)
                 return
+            values.append(value)
+            shape.append(code)
         shape.extend(options.values())
         key = tuple(shape)
-        variant = self._variants.get(key)
-        if variant is not None:
-            variant(grid, values, self._stream(shape[1]))
-            return
-        compiled = kernel[grid](*args, **options)
         if key not in self._variants:
-            self._variants[key] = _taken_apart(compiled, len(args))
+            self._variants[key] = _taken_apart(kernel[grid](*args, **options), len(args))
+            return
+        known = self._variants[key]
+        if known is None:
+            kernel[grid](*args, **options)
+            return
+        variant, cells, parameters = known
+        for cell, i in zip(cells, variant.positions):  # noqa: B905 - equal by construction, and this is the hot path
+            cell.value = values[i]
+        variant.launch((*grid, 1, 1)[:3], parameters, current_stream(shape[1]))
+
+
+class BoundLaunch:
+    """A launch whose arguments are bound once; a repetition writes those that may change, and calls the driver.
+
+    Args:
+        compiled: what launching (grid, args) through Triton returned.
+        varying: positions of the arguments that change from call to call.
+
+    Raises:
+        ValueError: the kernel cannot be launched directly, or an argument is neither a tensor nor an int.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], varying: tuple[int, ...]) -> None:
+        seen = [_seen(arg) for arg in args]
+        if any(code is None for _, code in seen):
+            raise ValueError("an argument is neither a tensor nor an int")
+        try:
+            self._variant = variant = Variant(compiled, len(args))
+        except (AttributeError, KeyError) as error:
+            raise ValueError(f"not a compiled kernel as this file knows it: {error}") from error
+        self._grid = (*grid, 1, 1)[:3]
+        self._device = current_device()
+        cells, self._parameters = variant.cells()
+        for cell, i in zip(cells, variant.positions, strict=True):
+            cell.value = seen[i][0]
+        by_position = dict(zip(variant.positions, cells, strict=True))
+        self._varying = [(by_position.get(i), seen[i][1]) for i in varying]
+        # The driver reads addresses: the tensors that never change must live as long as this does.
+        self._kept = [arg for i, arg in enumerate(args) if i not in varying]
+
+    def repeat(self, values: tuple[Any, ...]) -> bool:
+        """Launch with new values for the varying arguments. False: they need another variant, nothing was launched."""
+        for (cell, wanted), value in zip(self._varying, values):  # noqa: B905 - hot path
+            new, code = _seen(value)
+            if code != wanted:
+                return False
+            if cell is not None:
+                cell.value = new
+        if current_device() != self._device:
+            return False
+        self._variant.launch(self._grid, self._parameters, current_stream(self._device))
+        return True
+
+
+def current_device() -> int:
+    return triton.runtime.driver.active.get_current_device()
+
+
+def current_stream(device: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
+def _seen(arg: Any) -> tuple[int, Any]:
+    """The word that a kernel gets for `arg`, and everything about it that Triton may compile for."""
+    if type(arg) is int:
+        return arg, (arg == 1) + 2 * (arg & 15 == 0) + 4 * (-2147483648 <= arg < 2147483648)
+    if isinstance(arg, torch.Tensor):
+        address = arg.data_ptr()
+        return address, (arg.dtype, address & 15)
+    return 0, None
 
 
 def supported(kernel: Any) -> bool:
@@ -109,11 +163,12 @@ def supported(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction) and torch.version.cuda is not None
 
 
-def _taken_apart(compiled: Any, n_args: int) -> DirectLaunch | None:
+def _taken_apart(compiled: Any, n_args: int) -> tuple[Variant, list[Any], Any] | None:
     try:
-        return DirectLaunch(compiled, n_args)
+        variant = Variant(compiled, n_args)
     except (ValueError, KeyError, AttributeError):
-        return None  # another Triton's kernel: correct through its own launcher, only slower
+        return None  # another Triton's kernel: right through its own launcher, only slower
+    return variant, *variant.cells()
 
 
 def _cell(kind: str) -> Any:

@@ -37,6 +37,46 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: d
         kernel[grid](*args, **options)
 
 
+class PreparedLaunch:
+    """A launch that is repeated with few changes: bind it once, call it with what changes.
+
+    Args:
+        kernel, grid, args, options: as for `launch`.
+        varying: positions of the arguments that a call replaces, in order.
+
+    A call whose values need another compiled variant (type, alignment) goes the long way by itself.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        varying: tuple[int, ...],
+    ) -> None:
+        self._launch = (kernel, grid, args, options)
+        self._varying = varying
+        self._bound: direct.BoundLaunch | None = None
+        self._binds = direct.supported(kernel) and 0 not in grid
+
+    def __call__(self, *values: Any) -> None:
+        if self._bound is not None and not observers and self._bound.repeat(values):
+            return
+        kernel, grid, args, options = self._launch
+        now = list(args)
+        for position, value in zip(self._varying, values, strict=True):
+            now[position] = value
+        if observers or not self._binds or self._bound is not None:
+            launch(kernel, grid, tuple(now), options)
+            return
+        compiled = kernel[grid](*now, **options)
+        try:
+            self._bound = direct.BoundLaunch(compiled, grid, tuple(now), self._varying)
+        except ValueError:
+            self._binds = False
+
+
 def through_observers(run: Run, args: tuple[Any, ...] | None) -> None:
     """Do one launch with every observer around it."""
     for observer in observers:
