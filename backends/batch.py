@@ -34,6 +34,7 @@ class SpecInfo:
         positions: [tokens] int64; its length says how many tokens are live in verify.
         extend_seq_lens: [B] int32, draft extend v2.
         retrieve_next_token, retrieve_next_sibling: [B, N] tree links of verify.
+        kv_indptr, kv_indices: index lists of one draft step, made by the multi-step wrapper for its inner backends.
     """
 
     draft_token_num: int = 0
@@ -47,6 +48,8 @@ class SpecInfo:
     extend_seq_lens: torch.Tensor | None = None
     retrieve_next_token: torch.Tensor | None = None
     retrieve_next_sibling: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

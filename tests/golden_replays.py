@@ -119,14 +119,18 @@ class Golden:
             retrieve_next_sibling=given.get("retrieve_next_sibling"),
         )
 
-    def replays(self, backend_class, arm: Arm, step_id: int = 0, **extra) -> Iterator[Replayed]:
-        """Capture once, then every replay of the file, on poisoned buffers, in one arm."""
+    def host(self, i: int) -> dict:
+        """Host scalars and counts of replay i."""
+        return json.loads(str(self.data[f"r{i}/host"]))
+
+    def captured(self, backend_class, arm: Arm, step_id: int = 0, max_bs: int | None = None, **extra) -> Replayer:
+        """Our backend, captured for the file's mode and size; `max_bs` where buffers must be as large as recorded."""
         c = self.config
         recorded = arm.placement.value != "eager"
         backend = backend_class(
             self.attention_config(step_id, **extra), self.pools(), arm.implementation, recorded=recorded
         )
-        own = Replayer.capture(
+        return Replayer.capture(
             backend,
             self.mode,
             c["B"],
@@ -134,8 +138,14 @@ class Golden:
             tokens_per_req=c["tokens_per_req"],
             fill=c["fill"],
             lens=getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch.")),
+            max_bs=max_bs,
             mask_context=c["C"] if c["mask"] else 0,
         )
+
+    def replays(self, backend_class, arm: Arm, step_id: int = 0, **extra) -> Iterator[Replayed]:
+        """Capture once, then every replay of the file, on poisoned buffers, in one arm."""
+        c, own = self.config, self.captured(backend_class, arm, step_id, **extra)
+        backend = own.backend
         for i in range(c["replays"]):
             live = self.live(i, step_id)
             assert own.differences(live, i) == []
@@ -147,7 +157,7 @@ class Golden:
                 got={path: t.cpu().numpy().copy() for path, t in bound.items()},
                 expected=backend.expected(batch, host_pools(backend.pools)),
                 golden=self._group(f"r{i}/out/") | {f"live/{k}": v for k, v in self._group(f"r{i}/live/").items()},
-                host=json.loads(str(self.data[f"r{i}/host"])),
+                host=self.host(i),
             )
 
     def _group(self, prefix: str) -> dict[str, np.ndarray]:

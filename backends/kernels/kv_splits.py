@@ -6,6 +6,8 @@ with the fused rebuilds, so that both arms take the same steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,28 @@ from .launch import launch
 
 NO_LIMIT = 2**31 - 1
 """`limit` that leaves every length as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How split counts come about, fixed at capture.
+
+    Attributes:
+        max_splits: M, the most splits of a token.
+        cores: multiprocessors, for the heuristic; 0 gives every token M splits.
+        head_programs: see `head_programs`.
+        tile: tokens per split where results must not depend on the batch, else 0.
+    """
+
+    max_splits: int
+    cores: int = 0
+    head_programs: int = 1
+    tile: int = 0
+
+    @property
+    def mode(self) -> int:
+        """1 heuristic, 2 constant, 3 fixed tile, as the kernel tells them apart."""
+        return 3 if self.tile else 1 if self.cores > 0 else 2
 
 
 def head_programs(num_heads: int, num_kv_heads: int) -> int:
@@ -54,7 +78,7 @@ def write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_spl
     by_row = tl.maximum(_ceil_div(longest, tl.maximum(balanced, 1)), 1)
 
     # Longer contexts are worth more splits than there are cores: a split's cost is not all in its tokens.
-    wanted = tl.cast(cores * tl.maximum(tl.log2(tl.cast(longest, tl.float32) / 64.0), 1.0), tl.int32)
+    wanted = tl.cast(cores * tl.maximum(tl.log2(tl.cast(tl.maximum(longest, 1), tl.float32) / 64.0), 1.0), tl.int32)
     filling = tl.minimum(_ceil_div(wanted, n * group * head_programs), max_splits)
     by_device = tl.maximum(_ceil_div(longest, tl.maximum(filling, 1)), 1)
 
@@ -64,6 +88,23 @@ def write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_spl
         count = tl.maximum(_ceil_div(length, by_row), _ceil_div(length, by_device))
         for j in range(0, group):
             tl.store(splits + i * group + j, count, mask=i < n)
+
+
+@triton.jit
+def write_splits(
+    lens, splits, n, limit, group, cores, head_programs, max_splits, tile, MODE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """splits[r * group + j] by a SplitRule: MODE 1 the heuristic, 2 the constant, 3 lengths in tiles."""
+    if MODE == 1:
+        write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_splits, BLOCK)
+    else:
+        for begin in range(0, n, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            count = tl.zeros([BLOCK], tl.int32) + max_splits
+            if MODE == 3:
+                count = (_limited(lens, i, i < n, limit, 0) + tile - 1) // tile
+            for j in range(0, group):
+                tl.store(splits + i * group + j, count, mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n", "limit", "group", "cores", "head_programs", "max_splits"])

@@ -41,9 +41,9 @@ class Expected:
         return Expected(values, np.zeros(values.shape, dtype=bool), np.ones(values.shape, dtype=bool))
 
     @staticmethod
-    def prefix_sum(counts: np.ndarray) -> Expected:
-        """int32 [B + 1]: zero, then the running sum; index 0 is set once and not rewritten."""
-        values = np.zeros(len(counts) + 1, dtype=np.int32)
+    def prefix_sum(counts: np.ndarray, dtype: type = np.int32) -> Expected:
+        """[B + 1]: zero, then the running sum; index 0 is set once and not rewritten."""
+        values = np.zeros(len(counts) + 1, dtype=dtype)
         values[1:] = np.cumsum(counts, dtype=np.int64)
         written = np.ones(values.shape, dtype=bool)
         written[0] = False
@@ -66,6 +66,7 @@ class HostBatch:
         retrieve_next_token, retrieve_next_sibling: [b, N] or None.
         encoder_lens: [B] or None.
         seq_lens_fill: seq_lens of padding rows.
+        extend_seq_lens: [B] new tokens of each request in draft extend; tokens_per_req everywhere if None.
     """
 
     mode: str
@@ -81,6 +82,7 @@ class HostBatch:
     retrieve_next_sibling: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
     seq_lens_fill: int = 1
+    extend_seq_lens: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +146,25 @@ def write_slots(out_cache_loc: np.ndarray, size: int, full_to_swa: np.ndarray) -
     values = np.zeros(size, dtype=np.int64)
     values[: len(out_cache_loc)] = swa_slot(out_cache_loc, full_to_swa)
     return Expected.whole(values)
+
+
+def index_list(
+    rows: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    pools: HostPools,
+    size: int,
+    dtype: type,
+    *,
+    swa: bool = False,
+) -> Expected:
+    """[size]: slots of tokens starts[r] .. starts[r] + lengths[r] - 1, request behind request; the rest untouched."""
+    values = np.zeros(size, dtype=dtype)
+    written = np.zeros(size, dtype=bool)
+    at = 0
+    for row, start, length in zip(rows, starts, lengths, strict=True):
+        slots = pools.req_to_token[row, int(start) : int(start) + int(length)]
+        values[at : at + len(slots)] = swa_slot(slots, pools.full_to_swa) if swa else slots
+        at += len(slots)
+    written[:at] = True
+    return Expected(values, written, written)

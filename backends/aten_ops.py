@@ -1,0 +1,48 @@
+"""Steps of the classic chains that several backends share, op for op as upstream dispatches them."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import ConfigError
+
+
+def write_running_sum(indptr: torch.Tensor, counts: torch.Tensor) -> None:
+    """indptr[1:] = running sum of counts; index 0 keeps its 0. cumsum, slice, copy_: the sum is int64, the copy
+    narrows."""
+    indptr[1:] = torch.cumsum(counts, dim=0)
+
+
+def translate_in_place(indices: torch.Tensor, indptr: torch.Tensor, full_to_swa: torch.Tensor) -> None:
+    """Map the live entries of an index list to sliding-window slots.
+
+    How many are live is read from the device, twice: upstream slices with a device scalar on both sides.
+    """
+    end = indptr[-1]
+    indices[:end] = full_to_swa[indices[:end]]
+
+
+def write_swa_slots(buffer: torch.Tensor, out_cache_loc: torch.Tensor, full_to_swa: torch.Tensor) -> torch.Tensor:
+    """Mapped write slots at the front of `buffer`, zeros behind; the front.
+
+    Raises:
+        ConfigError: more slots than the buffer holds.
+    """
+    n = check_slots(out_cache_loc, buffer)
+    buffer[n:].zero_()
+    buffer[:n].copy_(full_to_swa[out_cache_loc])
+    return buffer[:n]
+
+
+def check_slots(out_cache_loc: torch.Tensor, buffer: torch.Tensor) -> int:
+    """Number of write slots.
+
+    Raises:
+        ConfigError: more than the buffer holds.
+    """
+    n, room = out_cache_loc.shape[0], buffer.shape[0]
+    if n > room:
+        raise ConfigError(
+            f"out_cache_loc has {n} slots, swa_out_cache_loc holds {room}: pass the slots of this step only"
+        )
+    return n

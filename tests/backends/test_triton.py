@@ -1,0 +1,356 @@
+"""CSR metadata with KV splits: every mode, window and mask, the classic chain, one launch, and upstream's faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attn_graph.backends.base import AttentionConfig, ConfigError
+from attn_graph.backends.batch import (
+    BatchShape,
+    LiveBatch,
+    batch_sequence,
+    live_batch,
+    make_pools,
+    with_unassigned_slots,
+)
+from attn_graph.backends.modes import Arm, ForwardMode
+from attn_graph.backends.registry import lookup
+from attn_graph.backends.triton import TritonBackend
+from golden_replays import Golden, cases
+from rebuilds import ARMS, Replayer, replayed
+
+Mode = ForwardMode
+MODES = sorted(TritonBackend.modes)
+BUCKET, N, STEPS, CONTEXT, WINDOW = 4, 4, 3, 150, 40
+ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+
+
+def config(mode=Mode.DECODE, window=None, topk=1, context=CONTEXT, **extra) -> AttentionConfig:
+    spec = {} if mode is Mode.DECODE else {"draft_tokens": N, "topk": topk, "draft_steps": STEPS}
+    return AttentionConfig(page_size=16, max_context=context, window=window, extra=extra, **spec)
+
+
+def pools_for(c: AttentionConfig, swa=False, seed=0):
+    return make_pools(rows=13, width=c.max_context + 4, page_size=c.page_size, swa=swa, seed=seed, device="cpu")
+
+
+def tokens_of(mode) -> int:
+    return {Mode.DECODE: 1, Mode.DRAFT_EXTEND: STEPS + 1}.get(mode, N)
+
+
+def shape_of(c: AttentionConfig, mode) -> BatchShape:
+    reserve = N if mode is Mode.TARGET_VERIFY else 0
+    least = N if mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2) else 1
+    return BatchShape(mode, BUCKET, c.page_size, c.max_context, tokens_of(mode), reserve, least, c.topk)
+
+
+def replayer(mode, arm, c=None, pools=None, lens=torch.int64, cls=TritonBackend, bucket=BUCKET) -> Replayer:
+    c = c or config(mode)
+    backend = cls(c, pools or pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
+    mask_context = c.max_context if c.topk > 1 else 0
+    return Replayer.capture(
+        backend, mode, bucket, arm.placement, tokens_per_req=tokens_of(mode), lens=lens, mask_context=mask_context
+    )
+
+
+def found(own: Replayer, mode, seed=1) -> list[str]:
+    batches = batch_sequence(shape_of(own.backend.config, mode), own.backend.pools, seed)
+    return [line for lines in replayed(own, batches) for line in lines]
+
+
+def batch_of(mode, lengths, pools, topk=1) -> LiveBatch:
+    rows = 2 + np.arange(len(lengths))
+    return live_batch(mode, lengths, rows, pools, tokens_of(mode), np.random.default_rng(0), topk=topk)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("swa", [False, True], ids=["full", "window"])
+def test_every_arm_writes_what_the_oracle_says_and_nothing_else(mode, arm, swa):
+    c = config(mode, WINDOW if swa else None)
+    assert found(replayer(mode, arm, c, with_unassigned_slots(pools_for(c, swa), 3)), mode) == []
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_tree_masks_follow_their_requests_through_padding_and_idle_steps(arm):
+    c = config(Mode.TARGET_VERIFY, WINDOW, topk=3)
+    assert found(replayer(Mode.TARGET_VERIFY, arm, c), Mode.TARGET_VERIFY) == []
+
+
+@pytest.mark.parametrize("arm", [ATEN, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{"static_kv_splits": True}, {"split_tile_size": 16}, {"use_mla": True}, {"core_count": 8}], ids=str
+)
+def test_every_split_policy_is_the_oracles(arm, extra):
+    c = config(Mode.DECODE, WINDOW, **extra)
+    assert found(replayer(Mode.DECODE, arm, c), Mode.DECODE) == []
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_more_programs_than_tokens_and_int32_lengths_change_nothing(arm):
+    c = config(Mode.DECODE, WINDOW)
+    assert found(replayer(Mode.DECODE, arm, c, lens=torch.int32), Mode.DECODE) == []
+
+
+# mode, window, swa, mask -> dispatches, views, syncs, Triton launches of the spec's table
+TABLE = [
+    (Mode.DECODE, None, False, 1, {}, (8, 6, 0, 2)),
+    (Mode.DECODE, None, False, 1, {"static_kv_splits": True}, (9, 6, 0, 1)),
+    (Mode.DECODE, None, False, 1, {"split_tile_size": 16}, (12, 6, 0, 1)),
+    (Mode.DECODE, WINDOW, False, 1, {}, (17, 11, 0, 4)),
+    (Mode.DECODE, WINDOW, True, 1, {}, (30, 17, 2, 4)),
+    (Mode.TARGET_VERIFY, None, False, 1, {}, (13, 5, 0, 1)),
+    (Mode.TARGET_VERIFY, None, False, 3, {}, (15, 6, 0, 1)),
+    (Mode.TARGET_VERIFY, WINDOW, False, 3, {}, (25, 11, 0, 2)),
+    (Mode.TARGET_VERIFY, WINDOW, True, 3, {}, (38, 17, 2, 2)),
+    (Mode.DRAFT_EXTEND, None, False, 1, {}, (8, 4, 0, 1)),
+    (Mode.DRAFT_EXTEND_V2, None, False, 1, {}, (11, 5, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("mode", "window", "swa", "topk", "extra", "wanted"), TABLE)
+def test_counts_are_those_of_the_classic_chain_and_fused_is_one_launch(mode, window, swa, topk, extra, wanted):
+    c = config(mode, window, topk, **extra)
+    pools = pools_for(c, swa)
+    live = batch_of(mode, [33, 64], pools, topk)
+    own = replayer(mode, ATEN, c, pools, torch.int32).counts(live)
+    assert (own.dispatches, own.views, own.syncs, own.triton) == wanted
+    eager, graph = replayer(mode, FUSED, c, pools), replayer(mode, FUSED_GRAPH, c, pools)
+    assert (eager.counts(live).dispatches, eager.counts(live).launches) == (0, 1)
+    assert (graph.counts(live).dispatches, graph.counts(live).launches, graph.runner.graphs[BUCKET].nodes) == (0, 0, 1)
+
+
+def test_int64_lengths_cost_draft_extend_v2_the_cast_of_the_table():
+    live = batch_of(Mode.DRAFT_EXTEND_V2, [33], pools_for(config()))
+    assert replayer(Mode.DRAFT_EXTEND_V2, ATEN, lens=torch.int64).counts(live).dispatches == 12
+
+
+def test_the_registry_quotes_the_same_counts():
+    quoted = lookup("triton").dispatches
+    for mode, window, swa, topk, extra, wanted in TABLE:
+        if not extra and topk == 1 and window is None and not swa:
+            assert quoted[str(mode)][0] == wanted[0]
+    assert quoted["decode"][1] == 30
+
+
+def fields_of(golden: Golden, replay) -> list[str]:
+    """Fields to compare: what the file has, less what upstream binds but never fills in draft extend."""
+    skipped = {"window_kv_indptr"} if golden.config["mode"].startswith("dext") else set()
+    return [name for name in replay.expected if name in replay.golden and name not in skipped]
+
+
+@pytest.mark.parametrize("path", [p for p in cases("triton") if "_draft_" not in p.name], ids=lambda p: p.stem)
+@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+def test_recorded_cases_are_reproduced(path, arm):
+    golden = Golden(path)
+    for replay in golden.replays(TritonBackend, arm, core_count=golden.config["cores"], **golden.config["extra"]):
+        compared = fields_of(golden, replay)
+        assert {"kv_indptr", "kv_indices"} <= set(compared)
+        assert [line for name in compared for line in replay.flat_differences(name)] == []
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in cases("triton") if p.name.startswith("r13_") and "_draft_" not in p.name], ids=lambda p: p.stem
+)
+def test_recorded_counts_of_the_release_whose_chain_this_is(path):
+    golden = Golden(path)
+    c = golden.config
+    own = golden.captured(TritonBackend, ATEN, max_bs=c["max_bs"], core_count=c["cores"], **c["extra"])
+    for i in range(c["replays"]):
+        wanted = golden.host(i)["dispatches_out_graph"]
+        got = own.counts(golden.live(i))
+        assert (got.dispatches, got.views, got.syncs, got.triton) == tuple(
+            wanted[key] for key in ("aten", "view", "sync", "triton")
+        )
+
+
+class StepsForDraftTokens(TritonBackend):
+    """A07: query offsets of draft extend v2 laid out num_steps + 1 apart, where the runner lays out draft tokens."""
+
+    def _queries(self, mode):
+        return self.config.draft_steps if mode is Mode.DRAFT_EXTEND_V2 else super()._queries(mode)
+
+
+class WholePrefix(TritonBackend):
+    """R12: the full length as draft extend's prefix, whose own tokens are then read twice."""
+
+    def rebuild_aten(self, fb, md):
+        super().rebuild_aten(replace(fb, spec_info=replace(fb.spec_info, extend_seq_lens=None)), md)
+
+
+class MaskOfTheWindow(TritonBackend):
+    """Mask offsets from window lengths: the mask has a column for every token all the same."""
+
+    def rebuild_aten(self, fb, md):
+        super().rebuild_aten(fb, md)
+        if md.mask_indptr is not None:
+            kept = torch.clamp(fb.seq_lens[: fb.batch_size], max=self.config.window)
+            md.mask_indptr[1:] = torch.cumsum(N * (kept + N), 0)
+
+
+class WindowPlusOne(TritonBackend):
+    """FlashInfer's window, one token longer."""
+
+    def _aten_window(self, pool, lens, b, starts=False):
+        self.config, own = replace(self.config, window=WINDOW + 1), self.config
+        try:
+            return super()._aten_window(pool, lens, b, starts)
+        finally:
+            self.config = own
+
+
+class FrozenLists(TritonBackend):
+    """A01, A26: replay rebuilds buffers of its own; the captured ones keep the first batch."""
+
+    def rebuild_aten(self, fb, md):
+        captured = self.kv_indptr, self.kv_indices
+        self.kv_indptr, self.kv_indices = (x.clone() for x in captured)
+        super().rebuild_aten(fb, md)
+        self.kv_indptr, self.kv_indices = captured
+
+
+class UnpaddedSplits(TritonBackend):
+    """Split counts of the live rows alone: padding of length 1 belongs to the batch and makes its rows uneven."""
+
+    def _aten_splits(self, splits, lens):
+        live = int((lens > 1).sum()) or 1
+        super()._aten_splits(splits[:live], lens[:live])
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode", "field"),
+    [
+        (StepsForDraftTokens, Mode.DRAFT_EXTEND_V2, "qo_indptr"),
+        (WholePrefix, Mode.DRAFT_EXTEND_V2, "kv_indptr"),
+        (MaskOfTheWindow, Mode.TARGET_VERIFY, "mask_indptr"),
+        (WindowPlusOne, Mode.DECODE, "window_kv_indptr"),
+        (FrozenLists, Mode.DECODE, "kv_indptr"),
+        (UnpaddedSplits, Mode.DECODE, "num_kv_splits"),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_the_comparison_catches(fault, mode, field):
+    c = config(mode, WINDOW)
+
+    class Faulty(fault):
+        def expected(self, batch, pools):
+            right = TritonBackend(self.config, self.pools, self.implementation, recorded=self.recorded)
+            right.init_cuda_graph_state(self.max_bs, self.max_tokens)
+            right.metadata = self.metadata
+            return right.expected(batch, pools)
+
+    assert any(line.startswith(field) for line in found(replayer(mode, ATEN, c, cls=Faulty), mode))
+
+
+@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "tokens", "wanted"), [(Mode.DRAFT_EXTEND_V2, 8, [0, 8, 16]), (Mode.DRAFT_EXTEND, 4, [0, 4, 8])], ids=str
+)
+def test_draft_extend_v2_lays_queries_out_by_draft_tokens_and_v1_by_steps(arm, mode, tokens, wanted):
+    """A07."""
+    c = AttentionConfig(page_size=1, max_context=64, draft_tokens=8, topk=4, draft_steps=3)
+    backend = TritonBackend(c, pools_for(c), arm.implementation, recorded=False)
+    own = Replayer.capture(backend, mode, 2, tokens_per_req=tokens)
+    own.load(live_batch(mode, [20, 30], [2, 3], backend.pools, tokens, np.random.default_rng(0)))
+    own.runner.replay()
+    assert backend.forward_metadata.qo_indptr.tolist() == wanted
+    assert backend.forward_metadata.max_extend_len == tokens
+
+
+def test_the_mask_buffer_holds_two_requests_at_the_context_limit():
+    """A11: sized from the context alone it would hold 512 cells, and two full requests of 4 tokens need 544."""
+    c = config(Mode.TARGET_VERIFY, topk=2, context=64)
+    pools = pools_for(c)
+    for lengths in ([64, 64], [60, 60]):
+        own = replayer(Mode.TARGET_VERIFY, FUSED, c, pools, bucket=2)
+        live = batch_of(Mode.TARGET_VERIFY, lengths, pools, topk=2)
+        assert live.custom_mask.shape[0] == 2 * N * (lengths[0] + N)
+        assert own.differences(live) == []
+    assert own.backend.custom_mask.shape[0] == 544
+    too_long = replace(live, custom_mask=np.ones(545, dtype=bool))
+    batch = own.runner.capture_batch(2)
+    spec = replace(batch.spec_info, custom_mask=torch.from_numpy(too_long.custom_mask))
+    with pytest.raises(ConfigError, match=r"custom_mask has 545 cells, its buffer holds 544"):
+        own.backend.init_forward_metadata_out_graph(replace(batch, spec_info=spec))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_write_slots_are_a_snapshot_of_the_map(arm):
+    """A05: what the scheduler does to the map after the rebuild must not reach the slots."""
+    c = config()
+    pools = pools_for(c, swa=True)
+    own = replayer(Mode.DECODE, arm, c, pools)
+    live = batch_of(Mode.DECODE, [33, 64, 65, 2], pools)
+    own.load(live)
+    own.runner.replay()
+    wanted = pools.full_to_swa[torch.from_numpy(live.out_cache_loc)].tolist()
+    pools.full_to_swa[:-1] = 0
+    assert own.backend.forward_metadata.swa_out_cache_loc.tolist() == wanted and any(wanted)
+
+
+def test_a_changed_table_row_is_read_again_at_the_next_replay():
+    """A01, for index lists."""
+    c = config()
+    pools = pools_for(c)
+    own = replayer(Mode.DECODE, FUSED_GRAPH, c, pools)
+    live = batch_of(Mode.DECODE, [9, 4], pools)
+    for _ in range(2):
+        own.load(live)
+        own.runner.replay()
+        md = own.backend.forward_metadata
+        assert md.kv_indptr.tolist() == [0, 9, 13, 14, 15]
+        assert md.kv_indices[:13].tolist() == pools.req_to_token[2, :9].tolist() + pools.req_to_token[3, :4].tolist()
+        pools.req_to_token[2, 5] += 1000
+
+
+def test_modes_and_sizes_share_one_storage_so_a_graph_is_valid_behind_its_own_hook_only():
+    c = config(Mode.TARGET_VERIFY)
+    own = replayer(Mode.TARGET_VERIFY, FUSED, c)
+    batch = own.runner.capture_batch(BUCKET)
+    bound = [own.backend.bind(replace(batch, forward_mode=mode)) for mode in MODES]
+    assert len({md.kv_indptr.data_ptr() for md in bound}) == len({md.kv_indices.data_ptr() for md in bound}) == 1
+
+
+@pytest.mark.parametrize("implementation", ["aten", "fused"])
+def test_recorded_draft_extend_refuses_to_bake_a_missing_length(implementation):
+    c = config(Mode.DRAFT_EXTEND_V2)
+    own = replayer(Mode.DRAFT_EXTEND_V2, Arm.parse(f"{implementation}-graph"), c)
+    batch = own.runner.capture_batch(BUCKET)
+    with pytest.raises(ConfigError, match="extend_seq_lens is None"):
+        own.backend.init_forward_metadata_in_graph(
+            replace(batch, spec_info=replace(batch.spec_info, extend_seq_lens=None))
+        )
+
+
+def test_captures_and_sizes_that_cannot_work_are_refused_with_both_numbers():
+    c = config(Mode.TARGET_VERIFY, topk=2)
+    own = replayer(Mode.TARGET_VERIFY, FUSED, c)
+    batch = own.runner.capture_batch(BUCKET)
+    lens = torch.ones(BUCKET, dtype=torch.int32)
+    for wrong, words in (
+        ({"batch_size": 9}, "batch size 9 exceeds the buffers' 4 rows"),
+        ({"encoder_lens": lens}, "encoder_lens must be None"),
+        ({"forward_mode": Mode.DRAFT_DECODE}, "has no mode draft_decode"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            own.backend.init_forward_metadata_out_graph(replace(batch, **wrong), in_capture=True)
+    with pytest.raises(ConfigError, match="captured with a custom_mask, replayed without one"):
+        own.backend.init_forward_metadata_out_graph(
+            replace(batch, spec_info=replace(batch.spec_info, custom_mask=None))
+        )
+    with pytest.raises(ConfigError, match="needs draft_tokens > 0"):
+        own.backend.config = config()
+        own.backend.bind(batch)
+    narrow = make_pools(rows=3, width=100, page_size=1, swa=False, seed=0, device="cpu")
+    with pytest.raises(ConfigError, match="100 tokens wide, max_context is 150"):
+        TritonBackend(config(), narrow).init_cuda_graph_state(1, 1)
+    with pytest.raises(ConfigError, match="20000 lists of 150000 tokens have 3000000000 entries"):
+        TritonBackend(config(context=150000), narrow).init_cuda_graph_state(20000, 20000)
+    with pytest.raises(ConfigError, match="num_token_non_padded is None"):
+        graph = replayer(Mode.TARGET_VERIFY, FUSED_GRAPH, c)
+        graph.backend.init_forward_metadata_in_graph(
+            replace(graph.runner.capture_batch(BUCKET), num_token_non_padded=None)
+        )
