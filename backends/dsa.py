@@ -101,7 +101,8 @@ class DsaBackend(AttentionBackend):
     """Metadata of sparse MLA. Every row of every table is rewritten at the captured width; no host length is read.
 
     Upstream keys its metadata by batch size alone, so that one instance cannot serve decode and verify; here the mode
-    is part of the key, and the modes share buffers of which each replay rewrites what it uses.
+    is part of the key. Each mode has lengths of its own, because they alias one another in decode; the large buffers
+    are shared, and each replay rewrites what it uses of them.
     """
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
@@ -109,13 +110,11 @@ class DsaBackend(AttentionBackend):
         aliases=frozenset(
             {
                 frozenset({"cache_seqlens_int32", "dsa_seqlens_expanded", "paged_mqa_ctx_lens_2d"}),
-                frozenset({"cu_seqlens_q", "dsa_cu_seqlens_q"}),
                 frozenset({"page_table_1", "real_page_table"}),
             }
         ),
         shared_between_modes=frozenset(
             {
-                "cache_seqlens_int32",
                 "cu_seqlens_q",
                 "cu_seqlens_k",
                 "page_table_1",
@@ -123,8 +122,6 @@ class DsaBackend(AttentionBackend):
                 "dsa_cache_seqlens_int32",
                 "dsa_cu_seqlens_q",
                 "dsa_cu_seqlens_k",
-                "dsa_seqlens_expanded",
-                "paged_mqa_ctx_lens_2d",
                 "paged_mqa_schedule_metadata",
                 "topk_v2_plan",
                 "flashmla_metadata.flashmla_metadata",
@@ -140,6 +137,8 @@ class DsaBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c, self.options = self.config, DsaOptions.of(self.config)
         self._check_options()
+        if self.tail is TailPolicy.BATCH_MAX:
+            self.tail = TailPolicy.STATIC_FULL  # no host length is read, so the static width is the batch's
         width = self.pools.req_to_token.shape[1]
         if width < c.max_context + c.headroom:
             raise ConfigError(
@@ -149,12 +148,14 @@ class DsaBackend(AttentionBackend):
         self.max_bs, self.max_rows = max_bs, max(max_num_tokens, max_bs)
         rows, pages = self.max_rows, -(-width // c.page_size)
         self.num_sms = self.options.num_sms or multiprocessors(self.device)
-        self.cache_seqlens = self._ones(max_bs)
+        self.cache_seqlens = {mode: self._ones(max_bs) for mode in self.modes}
+        self.expanded = {mode: self._ones(rows) for mode in self.modes}
         self.cu_seqlens_k = self._zeros(max_bs + 1)
-        self.expanded = self._ones(rows)
         self.dsa_cache_seqlens = self._ones(rows)
         self.dsa_cu_seqlens_k = self._zeros(rows + 1)
-        self.row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self.row_numbers, self.sparse_row_numbers = (
+            torch.arange(rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)
+        )
         self.page_columns = torch.arange(0, width, c.page_size, dtype=torch.int64, device=self.device)
         self.page_table = self._zeros(rows, width) if self.options.wide_table else None
         self.real_page_table = self._zeros(rows, pages) if c.page_size > 1 else None
@@ -171,6 +172,10 @@ class DsaBackend(AttentionBackend):
 
     def _check_options(self) -> None:
         c, o = self.config, self.options
+        if self.tail is TailPolicy.ZERO_TAIL or (
+            self.tail is TailPolicy.LIVE_ONLY and self.implementation is not Implementation.FUSED
+        ):
+            raise ConfigError(f"dsa's {self.implementation} rebuild leaves no {self.tail} tail: leave it out")
         if c.topk > 1:
             raise ConfigError(f"dsa supports topk of at most 1, got {c.topk}")
         if o.index_topk < 1:
@@ -190,8 +195,8 @@ class DsaBackend(AttentionBackend):
             raise ConfigError(f"batch size {b} exceeds the buffers' {self.max_bs} requests")
         if rows > self.max_rows:
             raise ConfigError(f"page_table_1 holds {self.max_rows} rows, {b} requests of {n} queries need {rows}")
-        lens = self.cache_seqlens[:b]
-        expanded = lens if n == 1 else self.expanded[:rows]
+        lens = self.cache_seqlens[fb.forward_mode][:b]
+        expanded = lens if n == 1 else self.expanded[fb.forward_mode][:rows]
         wide = None if self.page_table is None else self.page_table[:rows]
         two_d = self.options.mqa_2d and fb.forward_mode is Mode.TARGET_VERIFY and n > 1
         return DsaMetadata(
@@ -201,7 +206,7 @@ class DsaBackend(AttentionBackend):
             page_table_1=wide,
             real_page_table=wide if self.config.page_size == 1 else self.real_page_table[:rows],
             dsa_cache_seqlens_int32=self.dsa_cache_seqlens[:rows],
-            dsa_cu_seqlens_q=self.row_numbers[: rows + 1],
+            dsa_cu_seqlens_q=self.sparse_row_numbers[: rows + 1],
             dsa_cu_seqlens_k=self.dsa_cu_seqlens_k[: rows + 1],
             dsa_seqlens_expanded=expanded,
             paged_mqa_ctx_lens_2d=self.ctx_lens_2d[:rows].view(b, n) if two_d else expanded.view(-1, 1),

@@ -314,6 +314,18 @@ def test_sizes_that_cannot_work_are_refused_with_both_numbers(page_size, changes
         DsaBackend(c, pools_for(config(page_size=page_size)), Implementation.FUSED).init_cuda_graph_state(2, 8)
 
 
+def test_tails_that_a_rebuild_cannot_leave_are_refused_and_a_batch_wide_one_is_the_static_one():
+    for implementation, tail in (
+        (Implementation.ATEN, TailPolicy.LIVE_ONLY),
+        (Implementation.FUSED, TailPolicy.ZERO_TAIL),
+    ):
+        backend = DsaBackend(config(), pools_for(config()), implementation, tail=tail)
+        with pytest.raises(ConfigError, match=f"{implementation} rebuild leaves no {tail} tail"):
+            backend.init_cuda_graph_state(2, 2)
+    own = replayer(Mode.DECODE, ARMS[2], tail=TailPolicy.BATCH_MAX)
+    assert own.backend.tail is TailPolicy.STATIC_FULL and own.differences(a_batch(Mode.DECODE, own.backend.pools)) == []
+
+
 def test_a_batch_that_the_buffers_do_not_hold_is_refused():
     c = config(Mode.TARGET_VERIFY)
     own = replayer(Mode.TARGET_VERIFY, Arm.parse("fused-graph"), c)
