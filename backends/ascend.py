@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import AttentionBackend, ConfigError
+from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
-from .kernels.ascend_metadata import build_ascend_metadata
-from .kernels.decode_metadata import DecodeMetadataConfig, default_config
+from .kernels.ascend_metadata import PreparedAscendMetadata
+from .kernels.decode_metadata import default_config
 from .modes import ForwardMode, TailPolicy
 from .oracle import Expected, HostBatch, HostPools, ascend
 
@@ -53,7 +53,7 @@ class AscendMetadata:
     seq_lens_cpu_list: list[int]
     seq_lens_list_cumsum: list[int] | None
     actual_seq_lengths_kv: list[int] | None
-    kernel_config: DecodeMetadataConfig
+    fused: PreparedAscendMetadata | None  # bound with the views above
 
 
 class AscendBackend(AttentionBackend):
@@ -61,6 +61,12 @@ class AscendBackend(AttentionBackend):
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.DLLM_EXTEND}) | WIDE
     seq_len_fill_value = 0
+    allowances = Allowances(
+        shared_between_modes=frozenset(
+            {"block_tables", "block_tables_swa", "seq_lens", "actual_seq_lengths_q", "swa_out_cache_loc", "swa_mask"}
+        ),
+        spills=frozenset({"swa_out_cache_loc"}),
+    )
 
     @staticmethod
     def default_tail(implementation, recorded) -> TailPolicy:
@@ -108,7 +114,7 @@ class AscendBackend(AttentionBackend):
                 f"{self.config.draft_tokens}: query offsets count draft_tokens, so they must agree"
             )
         given = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
-        return AscendMetadata(
+        md = AscendMetadata(
             block_tables=self.tables[:b],
             block_tables_swa=None if self.swa_tables is None else self.swa_tables[:b],
             seq_lens=self.lens[:b],
@@ -118,7 +124,28 @@ class AscendBackend(AttentionBackend):
             seq_lens_cpu_list=given.tolist()[:b],
             seq_lens_list_cumsum=_multiples(per_request, b) if mode is Mode.DLLM_EXTEND else None,
             actual_seq_lengths_kv=None,
-            kernel_config=self.config.extra.get("kernel_config") or default_config(b, self.config.table_columns),
+            fused=None,
+        )
+        md.fused = self._prepared(fb, md)
+        return md
+
+    def _prepared(self, fb: ForwardBatch, md: AscendMetadata) -> PreparedAscendMetadata:
+        c = self.config
+        return PreparedAscendMetadata(
+            req_to_token=self.pools.req_to_token,
+            req_pool_indices=fb.req_pool_indices,
+            seq_lens=fb.seq_lens,
+            lens=md.seq_lens,
+            tables=md.block_tables,
+            bs=fb.batch_size,
+            page_size=c.page_size,
+            offset=self._offset(fb.forward_mode),
+            config=c.extra.get("kernel_config") or default_config(fb.batch_size, c.table_columns),
+            full_to_swa=self.pools.full_to_swa,
+            swa_tables=md.block_tables_swa,
+            swa_out_cache_loc=md.swa_out_cache_loc,
+            swa_mask=md.swa_mask,
+            window=c.window or 0,
         )
 
     def plan(self, fb: ForwardBatch, md: AscendMetadata) -> None:
@@ -179,23 +206,7 @@ class AscendBackend(AttentionBackend):
     def rebuild_fused(self, fb: ForwardBatch, md: AscendMetadata) -> None:
         if md.swa_out_cache_loc is not None:
             self._checked_slots(fb, md)
-        build_ascend_metadata(
-            req_to_token=self.pools.req_to_token,
-            req_pool_indices=fb.req_pool_indices,
-            seq_lens=fb.seq_lens,
-            lens=md.seq_lens,
-            tables=md.block_tables,
-            bs=fb.batch_size,
-            page_size=self.config.page_size,
-            offset=self._offset(fb.forward_mode),
-            config=md.kernel_config,
-            full_to_swa=self.pools.full_to_swa,
-            swa_tables=md.block_tables_swa,
-            out_cache_loc=fb.out_cache_loc,
-            swa_out_cache_loc=md.swa_out_cache_loc,
-            swa_mask=md.swa_mask,
-            window=self.config.window or 0,
-        )
+        md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         c = self.config

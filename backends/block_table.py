@@ -8,11 +8,12 @@ from .base import AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.block_table import (
     build_block_table,
-    build_lens_and_block_table,
     fused_config,
+    prepare_block_table,
     reachable_columns,
 )
 from .kernels.decode_metadata import DecodeMetadataConfig
+from .kernels.launch import PreparedLaunch
 from .modes import TailPolicy
 
 
@@ -56,13 +57,13 @@ class BlockTableBackend(AttentionBackend):
         """Upstream's launch: the table alone, from lengths that are already those of the kernel."""
         build_block_table(self.pools.req_to_token, pool, lens, table, bs, self.config.page_size)
 
-    def build_fused(
-        self, fb: ForwardBatch, table: torch.Tensor, lens: torch.Tensor | None, offset: int, config
-    ) -> None:
-        """Table and, if the kernel wants its own, lengths seq_lens + offset."""
-        build_lens_and_block_table(
+    def prepare_fused(
+        self, fb: ForwardBatch, table: torch.Tensor, lens: torch.Tensor | None, offset: int
+    ) -> PreparedLaunch:
+        """One launch for the table and, if the kernel wants its own, lengths seq_lens + offset."""
+        return prepare_block_table(
             self.pools.req_to_token, fb.req_pool_indices, fb.seq_lens, lens, table, fb.batch_size,
-            self.config.page_size, offset, config,
+            self.config.page_size, offset, self.kernel_config(fb.batch_size),
         )  # fmt: skip
 
     def zeros(self, *shape: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from .base import ConfigError
 from .batch import ForwardBatch
 from .block_table import BlockTableBackend
-from .kernels.decode_metadata import DecodeMetadataConfig
+from .kernels.launch import PreparedLaunch
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, cutlass_mla
 
@@ -30,7 +30,7 @@ class CutlassMlaMetadata:
     """A view bound at capture: full width, whatever the lengths. B = captured batch size, W = table columns."""
 
     block_kv_indices: torch.Tensor  # [B, W] int32, device
-    kernel_config: DecodeMetadataConfig
+    fused: PreparedLaunch
 
 
 class CutlassMlaBackend(BlockTableBackend):
@@ -47,8 +47,8 @@ class CutlassMlaBackend(BlockTableBackend):
     def bind(self, fb: ForwardBatch) -> CutlassMlaMetadata:
         if fb.spec_info is not None:
             raise ConfigError("cutlass_mla decodes without speculation only: spec_info must be None")
-        b = self.check_batch_size(fb)
-        return CutlassMlaMetadata(self.table[:b], self.kernel_config(b))
+        table = self.table[: self.check_batch_size(fb)]
+        return CutlassMlaMetadata(table, self.prepare_fused(fb, table, None, 0))
 
     def rebuild_aten(self, fb: ForwardBatch, md: CutlassMlaMetadata) -> None:
         b = fb.batch_size
@@ -57,7 +57,7 @@ class CutlassMlaBackend(BlockTableBackend):
     rebuild_aten_static = rebuild_aten
 
     def rebuild_fused(self, fb: ForwardBatch, md: CutlassMlaMetadata) -> None:
-        self.build_fused(fb, md.block_kv_indices, None, 0, md.kernel_config)
+        md.fused(fb.req_pool_indices, fb.seq_lens)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         return cutlass_mla.expected(batch, pools, width=self.table.shape[1])

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import ConfigError
+from .base import Allowances, ConfigError
 from .batch import ForwardBatch
 from .block_table import BlockTableBackend
-from .kernels.decode_metadata import DecodeMetadataConfig
-from .kernels.flashmla import PAGE, build_flashmla_metadata
+from .kernels.flashmla import PAGE, prepare_flashmla_metadata
+from .kernels.launch import PreparedLaunch
 from .kernels.split_kv_schedule import split_kv_schedule
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, flashmla
@@ -45,7 +45,7 @@ class FlashMlaMetadata:
     num_splits: torch.Tensor  # [B + 1] int32, device
     seq_lens_k: torch.Tensor | None  # [B] int32, device, draft extend
     live_columns: int
-    kernel_config: DecodeMetadataConfig
+    fused: PreparedLaunch
 
 
 class FlashMlaBackend(BlockTableBackend):
@@ -56,6 +56,9 @@ class FlashMlaBackend(BlockTableBackend):
     """
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
+    allowances = Allowances(
+        shared_between_modes=frozenset({"block_kv_indices", "flashmla_metadata", "num_splits"}),
+    )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c = self.config
@@ -77,14 +80,19 @@ class FlashMlaBackend(BlockTableBackend):
             raise ConfigError(f"flashmla drafts chains only, so topk is at most 1; got {self.config.topk}")
         parts = self.parts(mode)
         self.plans[mode, b] = self.planned_schedule[:parts], self.planned_splits[: b + 1]
+        table, schedule, splits = self.table[:b], self.schedule[:parts], self.num_splits[: b + 1]
+        lens = self.lens[:b] if mode is Mode.DRAFT_EXTEND_V2 else None
         return FlashMlaMetadata(
-            block_kv_indices=self.table[:b],
-            flashmla_metadata=self.schedule[:parts],
-            num_splits=self.num_splits[: b + 1],
-            seq_lens_k=self.lens[:b] if mode is Mode.DRAFT_EXTEND_V2 else None,
+            block_kv_indices=table,
+            flashmla_metadata=schedule,
+            num_splits=splits,
+            seq_lens_k=lens,
             live_columns=self.table.shape[1],
-            kernel_config=self.kernel_config(b),
-        )
+            fused=prepare_flashmla_metadata(
+                self.pools.req_to_token, fb.req_pool_indices, fb.seq_lens, table, schedule, splits, lens, b,
+                self._offset(mode), self.kernel_config(b),
+            ),
+        )  # fmt: skip
 
     def parts(self, mode: ForwardMode) -> int:
         """Parts of a mode's schedule. Wide queries are folded into the heads, 64 rows to a multiprocessor."""
@@ -125,10 +133,7 @@ class FlashMlaBackend(BlockTableBackend):
         split_kv_schedule(lens, md.flashmla_metadata, md.num_splits)
 
     def rebuild_fused(self, fb: ForwardBatch, md: FlashMlaMetadata) -> None:
-        build_flashmla_metadata(
-            self.pools.req_to_token, fb.req_pool_indices, fb.seq_lens, md.block_kv_indices, md.flashmla_metadata,
-            md.num_splits, md.seq_lens_k, fb.batch_size, self._offset(fb.forward_mode), md.kernel_config,
-        )  # fmt: skip
+        md.fused(fb.req_pool_indices, fb.seq_lens)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         return flashmla.expected(

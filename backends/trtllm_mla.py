@@ -22,10 +22,10 @@ from math import lcm
 
 import torch
 
-from .base import ConfigError
+from .base import Allowances, ConfigError
 from .batch import ForwardBatch
 from .block_table import BlockTableBackend
-from .kernels.decode_metadata import DecodeMetadataConfig
+from .kernels.launch import PreparedLaunch
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, trtllm_mla
 
@@ -52,7 +52,7 @@ class TrtllmMlaMetadata:
     max_seq_len_k: int
     max_seq_len: int
     q_len: int
-    kernel_config: DecodeMetadataConfig
+    fused: PreparedLaunch
 
 
 class TrtllmMlaBackend(BlockTableBackend):
@@ -60,6 +60,7 @@ class TrtllmMlaBackend(BlockTableBackend):
     no host length is read anywhere."""
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2})
+    allowances = Allowances(shared_between_modes=frozenset({"block_kv_indices", "cu_seqlens_q", "seq_lens_q"}))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c = self.config
@@ -86,9 +87,10 @@ class TrtllmMlaBackend(BlockTableBackend):
                 "lengths and query offsets count draft_tokens, so they must agree"
             )
         extend = mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
+        table, lens = self.table[:b], self.lens[mode][:b] if mode in self.lens else None
         return TrtllmMlaMetadata(
-            block_kv_indices=self.table[:b],
-            seq_lens_k=self.lens[mode][:b] if mode in self.lens else None,
+            block_kv_indices=table,
+            seq_lens_k=lens,
             cu_seqlens_q=self.query_starts[: b + 1] if extend else None,
             seq_lens_q=self.query_lens[:b] if extend else None,
             max_seq_len_q=queries if extend else None,
@@ -96,7 +98,7 @@ class TrtllmMlaBackend(BlockTableBackend):
             max_seq_len_k=c.max_context,
             max_seq_len=c.max_context + (queries if wide else 0),
             q_len=queries,
-            kernel_config=self.kernel_config(b),
+            fused=self.prepare_fused(fb, table, lens, self._offset(mode)),
         )
 
     # The classic chain, op for op as upstream's.
@@ -128,7 +130,7 @@ class TrtllmMlaBackend(BlockTableBackend):
         self.build_classic(pool, lens, md.block_kv_indices, fb.batch_size)
 
     def rebuild_fused(self, fb: ForwardBatch, md: TrtllmMlaMetadata) -> None:
-        self.build_fused(fb, md.block_kv_indices, md.seq_lens_k, self._offset(fb.forward_mode), md.kernel_config)
+        md.fused(fb.req_pool_indices, fb.seq_lens)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         c = self.config

@@ -13,13 +13,13 @@ import triton.language as tl
 
 from .decode_metadata import SCAN_BLOCK, SLOT_BLOCK, DecodeMetadataConfig
 from .device import batch_max, ceil_pages, floor_div, swa_slot, write_swa_slots
-from .launch import launch
+from .launch import PreparedLaunch
 
 MASK_BLOCK = 1024
 """Mask cells per program."""
 
 
-@triton.jit(do_not_specialize=["bs", "offset", "columns", "window", "mask_width", "n_loc", "n_swa_out"])
+@triton.jit(do_not_specialize=["bs", "offset", "columns", "window", "mask_width", "n_loc", "n_swa_out", "loc_stride"])
 def _ascend_kernel(
     req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc,
     lens, tables, swa_tables, swa_out_cache_loc, swa_mask,
@@ -61,25 +61,8 @@ def _ascend_kernel(
                 tl.store(swa_pages + at, floor_div(swa, PAGE_SIZE), mask=at < columns)
 
 
-def build_ascend_metadata(
-    *,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    lens: torch.Tensor,
-    tables: torch.Tensor,
-    bs: int,
-    page_size: int,
-    offset: int,
-    config: DecodeMetadataConfig,
-    full_to_swa: torch.Tensor | None = None,
-    swa_tables: torch.Tensor | None = None,
-    out_cache_loc: torch.Tensor | None = None,
-    swa_out_cache_loc: torch.Tensor | None = None,
-    swa_mask: torch.Tensor | None = None,
-    window: int = 0,
-) -> None:
-    """Rebuild for lengths L = seq_lens + offset, in place. w = pages of the batch's longest row.
+class PreparedAscendMetadata:
+    """The rebuild for lengths L = seq_lens + offset, bound to its output buffers. w = pages of the longest row.
 
     Args:
         req_to_token: [rows, width] int32, row-contiguous, width > (columns - 1) * page_size. -1 gives page -1.
@@ -88,43 +71,64 @@ def build_ascend_metadata(
         tables: [bs, columns] int32, row-contiguous, out: page ids of every row's first w pages, then zeros.
         full_to_swa: [slots + 1] int64, for the three below.
         swa_tables: like tables, out: pages of the mapped slots.
-        out_cache_loc, swa_out_cache_loc: write slots of this step and [T] int64, out: mapped, then zeros.
+        swa_out_cache_loc: [T] int64, out: the mapped write slots of a call, then zeros.
         swa_mask: [bs, 1, cells] bool, out: True where a token is not attended: behind L or before L - window.
         window: in tokens.
     """
-    n_out = 0 if swa_out_cache_loc is None else swa_out_cache_loc.shape[0]
-    cells = 0 if swa_mask is None else swa_mask.shape[2]
-    slot_programs, mask_programs = triton.cdiv(n_out, SLOT_BLOCK), triton.cdiv(cells, MASK_BLOCK)
-    absent = lens  # any valid pointer; the compiled variant never touches it
-    launch(
-        _ascend_kernel,
-        (slot_programs + bs * (mask_programs + config.programs_per_row),),
-        (
+
+    def __init__(
+        self,
+        *,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        lens: torch.Tensor,
+        tables: torch.Tensor,
+        bs: int,
+        page_size: int,
+        offset: int,
+        config: DecodeMetadataConfig,
+        full_to_swa: torch.Tensor | None = None,
+        swa_tables: torch.Tensor | None = None,
+        swa_out_cache_loc: torch.Tensor | None = None,
+        swa_mask: torch.Tensor | None = None,
+        window: int = 0,
+    ) -> None:
+        n_out = 0 if swa_out_cache_loc is None else swa_out_cache_loc.shape[0]
+        cells = 0 if swa_mask is None else swa_mask.shape[2]
+        slot_programs, mask_programs = -(-n_out // SLOT_BLOCK), -(-cells // MASK_BLOCK)
+        absent = lens  # any valid pointer; the compiled variant never touches it
+        self._absent = None if swa_out_cache_loc is not None else absent
+        args = (
             req_pool_indices, seq_lens, req_to_token,
             absent if full_to_swa is None else full_to_swa,
-            absent if out_cache_loc is None else out_cache_loc,
+            absent,
             lens, tables,
             absent if swa_tables is None else swa_tables,
             absent if swa_out_cache_loc is None else swa_out_cache_loc,
             absent if swa_mask is None else swa_mask,
-            bs, offset, tables.shape[1], window, cells,
-            0 if out_cache_loc is None else out_cache_loc.shape[0],
-            n_out,
+            bs, offset, tables.shape[1], window, cells, 0, n_out,
             req_to_token.stride(0), tables.stride(0),
             0 if swa_tables is None else swa_tables.stride(0),
             0 if swa_mask is None else swa_mask.stride(0),
-            1 if out_cache_loc is None else out_cache_loc.stride(0),
-        ),
-        {
+            1,
+        )  # fmt: skip
+        options = {
             "PAGE_SIZE": page_size,
             "HAS_SWA": swa_tables is not None,
             "SLOT_PROGRAMS": slot_programs,
             "MASK_PROGRAMS": mask_programs,
             "PROGRAMS_PER_ROW": config.programs_per_row,
             "BLOCK": config.block,
-            "SCAN": min(SCAN_BLOCK, max(16, triton.next_power_of_2(bs))),
+            "SCAN": min(SCAN_BLOCK, max(16, 1 << (bs - 1).bit_length())),
             "SLOTS": SLOT_BLOCK,
             "MASK_CELLS": MASK_BLOCK,
             "num_warps": config.num_warps,
-        },
-    )  # fmt: skip
+        }
+        grid = (slot_programs + bs * (mask_programs + config.programs_per_row),)
+        self._launch = PreparedLaunch(_ascend_kernel, grid, args, options, varying=(0, 1, 4, 15, 21))
+
+    def __call__(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
+        """Rebuild for these inputs."""
+        loc = out_cache_loc if self._absent is None else self._absent
+        self._launch(req_pool_indices, seq_lens, loc, loc.shape[0], loc.stride(0))

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .decode_metadata import DecodeMetadataConfig, default_config
 from .device import ceil_pages, floor_div
-from .launch import launch
+from .launch import PreparedLaunch, launch
 
 K2_TOKENS = 4096
 """Tokens whose pages one program of the classic builder writes."""
@@ -21,12 +21,12 @@ K2_TOKENS = 4096
 
 def k2_pages(page_size: int) -> int:
     """Pages per program of the classic builder, a power of two."""
-    return max(triton.next_power_of_2(K2_TOKENS // page_size), 1)
+    return 1 << max(K2_TOKENS // page_size - 1, 0).bit_length()
 
 
 def reachable_columns(table: torch.Tensor, req_to_token: torch.Tensor, page_size: int) -> int:
     """Columns that both the block table and the slot table have: what no length may exceed."""
-    return min(table.shape[1], triton.cdiv(req_to_token.shape[1], page_size))
+    return min(table.shape[1], -(-req_to_token.shape[1] // page_size))
 
 
 def fused_config(bs: int, columns: int) -> DecodeMetadataConfig:
@@ -101,13 +101,18 @@ def build_block_table(
     Cost: one launch, no allocation; no recompilation when only lengths change.
     """
     block = k2_pages(page_size)
-    _launch(
-        req_to_token, req_pool_indices, seq_lens, seq_lens, table, bs, page_size, 0, False, False,
-        DecodeMetadataConfig(triton.cdiv(table.shape[1], block), block, 4),
+    blocks = -(-table.shape[1] // block)
+    absent = table
+    launch(
+        _block_table_kernel,
+        *_launch_of(
+            req_to_token, req_pool_indices, seq_lens, absent, table, bs, page_size, 0, False, False,
+            DecodeMetadataConfig(blocks, block, 4),
+        ),
     )  # fmt: skip
 
 
-def build_lens_and_block_table(
+def prepare_block_table(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -117,35 +122,39 @@ def build_lens_and_block_table(
     page_size: int,
     offset: int,
     config: DecodeMetadataConfig,
-) -> None:
-    """`build_block_table` for lengths seq_lens + offset, which are stored too, in one launch.
+) -> PreparedLaunch:
+    """`build_block_table` for lengths seq_lens + offset, which are stored too; call it with (pool indices, seq_lens).
 
     Args:
         lens: [>=bs] int32, out: seq_lens + offset; None stores no lengths.
         offset: tokens added to each length.
         config: block sizes; `fused_config` for the default.
     """
-    has_lens = lens is not None
-    _launch(
-        req_to_token, req_pool_indices, seq_lens, lens if has_lens else seq_lens, table, bs, page_size, offset,
-        has_lens, True, config,
-    )  # fmt: skip
-
-
-def _launch(req_to_token, req_pool_indices, seq_lens, lens, table, bs, page_size, offset, write_lens, prefetch, config):
-    launch(
+    stored = table if lens is None else lens
+    return PreparedLaunch(
         _block_table_kernel,
-        (bs * config.programs_per_row,),
-        (
-            req_pool_indices, seq_lens, req_to_token, lens, table,
-            offset, reachable_columns(table, req_to_token, page_size), req_to_token.stride(0), table.stride(0),
+        *_launch_of(
+            req_to_token, req_pool_indices, seq_lens, stored, table, bs, page_size, offset, lens is not None, True,
+            config,
         ),
-        {
-            "PAGE_SIZE": page_size,
-            "WRITE_LENS": write_lens,
-            "PREFETCH": prefetch,
-            "PROGRAMS_PER_ROW": config.programs_per_row,
-            "BLOCK": config.block,
-            "num_warps": config.num_warps,
-        },
+        varying=(0, 1),
     )  # fmt: skip
+
+
+def _launch_of(
+    req_to_token, req_pool_indices, seq_lens, lens, table, bs, page_size, offset, write_lens, prefetch, config
+) -> tuple[tuple[int, ...], tuple, dict]:
+    """Grid, arguments and constants."""
+    args = (
+        req_pool_indices, seq_lens, req_to_token, lens, table,
+        offset, reachable_columns(table, req_to_token, page_size), req_to_token.stride(0), table.stride(0),
+    )  # fmt: skip
+    options = {
+        "PAGE_SIZE": page_size,
+        "WRITE_LENS": write_lens,
+        "PREFETCH": prefetch,
+        "PROGRAMS_PER_ROW": config.programs_per_row,
+        "BLOCK": config.block,
+        "num_warps": config.num_warps,
+    }
+    return (bs * config.programs_per_row,), args, options

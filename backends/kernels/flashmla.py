@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .block_table import reachable_columns, write_block_row
 from .decode_metadata import DecodeMetadataConfig
-from .launch import launch
+from .launch import PreparedLaunch
 from .split_kv_schedule import split_kv_walk, split_scan
 
 PAGE = 64
@@ -38,7 +38,7 @@ def _flashmla_kernel(
         )  # fmt: skip
 
 
-def build_flashmla_metadata(
+def prepare_flashmla_metadata(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -49,8 +49,8 @@ def build_flashmla_metadata(
     bs: int,
     offset: int,
     config: DecodeMetadataConfig,
-) -> None:
-    """Rebuild for lengths seq_lens + offset, in place.
+) -> PreparedLaunch:
+    """The rebuild for lengths seq_lens + offset, in place; call it with (req_pool_indices, seq_lens).
 
     Args:
         req_to_token: [rows, width] int32, row-contiguous.
@@ -62,11 +62,12 @@ def build_flashmla_metadata(
         bs: at least 1.
         offset: tokens added to each length.
     """
-    launch(
+    stored = table if lens is None else lens
+    return PreparedLaunch(
         _flashmla_kernel,
         (1 + bs * config.programs_per_row,),
         (
-            req_pool_indices, seq_lens, req_to_token, seq_lens if lens is None else lens, table, schedule, num_splits,
+            req_pool_indices, seq_lens, req_to_token, stored, table, schedule, num_splits,
             bs, offset, reachable_columns(table, req_to_token, PAGE), schedule.shape[0],
             req_to_token.stride(0), table.stride(0),
         ),
@@ -78,4 +79,5 @@ def build_flashmla_metadata(
             "SCAN": split_scan(bs),
             "num_warps": config.num_warps,
         },
+        varying=(0, 1),
     )  # fmt: skip
