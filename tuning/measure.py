@@ -1,0 +1,271 @@
+"""Measuring candidates of one case: values first, on freshly poisoned outputs, then times, inside a graph.
+
+`CaseMeasurer` does the work, `DeviceBench` serves it from a child process, `IsolatedBench` is the parent's end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backends.base import AttentionBackend, tensors_of
+from ..backends.batch import ForwardBatch, context_lengths, edge_lengths, live_batch, parse_context
+from ..backends.modes import Implementation, Placement
+from ..backends.oracle import Expected
+from ..backends.registry import lookup
+from ..backends.runners.decode import DecodeRunner, StaticSlots, upload
+from ..profilers.agreement import Disagreement, host_batch, host_pools, poison_value
+from ..profilers.device_time import Timer, interleaved_us
+from ..profilers.measure import attention_config, batch_shape, case_pools
+from ..profilers.sample import Case
+from .outcome import SKIPPED, Finals, Outcome, timed
+from .space import Candidate
+
+DRAWS = 8
+"""Batches that are drawn from the length mix; a sample is the mean over them."""
+HOT_COUNTS = (5 * DRAWS, 15 * DRAWS)
+COLD_COUNTS = (2 * DRAWS, 6 * DRAWS)
+ROUGH_REPEATS = 5
+FINAL_REPEATS = 20
+CALLS_AGAIN = 9
+"""Rebuilds after the first that must leave the same values."""
+
+_CAUSES = {
+    "CompilationError": "compile_error",
+    "PTXASError": "compile_error",
+    "OutOfResources": "out_of_resources",
+    "OutOfMemoryError": "out_of_resources",
+}
+"""By class name: the compiler's classes have moved between versions."""
+
+
+class CaseMeasurer:
+    """Checks and times settings of one case's fused rebuild.
+
+    Args:
+        case: what to measure, with full batches of `bucket` requests.
+        device: where. Without a GPU values are checked and nothing is timed.
+        backend: class to build instead of the registered one.
+        timer: instead of the device's own.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device | str,
+        backend: type[AttentionBackend] | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        self._case, self._device, self._timer = replace(case, bs=case.bucket), torch.device(device), timer
+        self._times = timer is not None or self._device.type == "cuda"
+        self._class = backend or lookup(case.backend).load()
+        self._pools = case_pools(self._case, self._device)
+        batches = _Batches(self._case, self._class, self._pools)
+        self._checks = batches.checks
+        self._timed = [check.batch for check in batches.draws]
+        self._inputs = tensors_of([self._pools, self._timed, [check.batch for check in self._checks]], "inputs")
+        self._originals = {path: tensor.clone() for path, tensor in self._inputs.items()}
+
+    def rough(self, candidate: Candidate) -> Outcome:
+        """Check, then time in a few repeats. Whatever the candidate does wrong is in the outcome."""
+        try:
+            backend = self._built(candidate)
+            wrong = self._wrong(candidate, backend)
+            if wrong is not None:
+                return wrong
+            if not self._times:
+                return Outcome(candidate)
+            return timed(candidate, self._samples({candidate: backend}, ROUGH_REPEATS)[candidate])
+        except Exception as error:
+            return Outcome(candidate, SKIPPED, *why(error))
+
+    def finals(self, candidates: Sequence[Candidate]) -> Finals:
+        """Times side by side, hot and cold; then every candidate's values once more, and ten times in a row."""
+        try:
+            backends = {candidate: self._built(candidate) for candidate in candidates}
+            hot = self._samples(backends, FINAL_REPEATS)
+            cold = self._samples(backends, FINAL_REPEATS, cold=True)
+            rejected = {c: found for c, b in backends.items() if (found := self._wrong(c, b, CALLS_AGAIN))}
+        except Exception as error:
+            cause, reason = why(error)
+            return Finals({}, note=f"the finalists could not be timed side by side ({cause}: {reason})")
+        return Finals(hot, cold, rejected)
+
+    def _built(self, candidate: Candidate) -> AttentionBackend:
+        """A backend with outputs of its own, bound as at capture."""
+        config = attention_config(self._case, candidate.as_dict())
+        backend = self._class(config, self._pools, Implementation.FUSED)
+        batch = self._timed[0]
+        backend.init_cuda_graph_state(batch.batch_size, batch.out_cache_loc.shape[0])
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        return backend
+
+    def _wrong(self, candidate: Candidate, backend: AttentionBackend, again: int = 0) -> Outcome | None:
+        """What is wrong with a candidate's values after one rebuild, or after `again` more; None if nothing."""
+        bound = tensors_of(backend.forward_metadata)
+        for check in self._checks:
+            check.poison(bound)
+            for calls in (1, again):
+                for _ in range(calls):
+                    backend.init_forward_metadata_in_graph(check.batch)
+                reason = check.first_wrong(bound)
+                if reason:
+                    return Outcome(candidate, SKIPPED, "wrong_values", reason)
+        changed = self._restored()
+        return Outcome(candidate, SKIPPED, "changed_inputs", f"it wrote to {', '.join(changed)}") if changed else None
+
+    def _restored(self) -> list[str]:
+        """Inputs that are no longer what they were; they are put back for the candidates that follow."""
+        changed = [path for path, tensor in self._inputs.items() if not torch.equal(tensor, self._originals[path])]
+        for path in changed:
+            self._inputs[path].copy_(self._originals[path])
+        return changed
+
+    def _samples(
+        self, backends: Mapping[Candidate, AttentionBackend], repeats: int, cold: bool = False
+    ) -> dict[Candidate, tuple[float, ...]]:
+        counts = COLD_COUNTS if cold else HOT_COUNTS
+        bodies = {str(candidate): self._body(backend) for candidate, backend in backends.items()}
+        found = interleaved_us(
+            bodies, device=self._device, cold=cold, repeats=repeats, counts=counts, timer=self._timer
+        )
+        return {candidate: tuple(found[str(candidate)]) for candidate in backends}
+
+    def _body(self, backend: AttentionBackend):
+        """Rebuilds for the next batch of the mix. A graph holds whole rounds, so each batch weighs the same."""
+        batches = itertools.cycle(self._timed)
+        return lambda: backend.init_forward_metadata_in_graph(next(batches))
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A batch and what a rebuild for it must leave: by field (values, where they hold, where they are preset)."""
+
+    batch: ForwardBatch
+    fields: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def poison(self, bound: Mapping[str, torch.Tensor]) -> None:
+        for path, (_, _, preset) in self.fields.items():
+            bound[path].masked_fill_(~preset, poison_value(bound[path].dtype, 0))
+
+    def first_wrong(self, bound: Mapping[str, torch.Tensor]) -> str:
+        for path, (values, held, _) in self.fields.items():
+            found = bound[path]
+            wanted = torch.where(held, values, poison_value(found.dtype, 0))
+            wrong = (found != wanted).nonzero()
+            if len(wrong):
+                at = tuple(wrong[0].tolist())
+                first = Disagreement(path, at, int(wanted[at]), int(found[at]), untouched=not bool(held[at]))
+                return f"{first} ({len(wrong)} of {found.numel()} cells)"
+        return ""
+
+
+class _Batches:
+    """Padded batches of a case as the hooks see them, each with tensors of its own.
+
+    Attributes:
+        draws: DRAWS batches from the length mix.
+        checks: batches with every length at which a kernel can go wrong, and a draw.
+    """
+
+    def __init__(self, case: Case, backend: type[AttentionBackend], pools: Any) -> None:
+        self._case, self._shape, self._pools = case, batch_shape(case), pools
+        self._rng = np.random.default_rng(case.seed)
+        self._runner = padding_runner(case, backend(attention_config(case), pools, Implementation.FUSED))
+        self._tables = host_pools(self._runner)
+        drawn = [self._drawn() for _ in range(DRAWS)]
+        self.draws = [self._check(lengths) for lengths in drawn]
+        self.checks = [self._check(lengths) for lengths in self._edges(drawn[0])] + self.draws[:1]
+
+    def _drawn(self) -> np.ndarray:
+        shape = self._shape
+        lengths = context_lengths(parse_context(self._case.context), shape.bucket, shape.limit, self._rng)
+        return np.clip(lengths, shape.minimum, shape.limit)
+
+    def _edges(self, filling: np.ndarray) -> Iterator[np.ndarray]:
+        """All edge lengths over as many batches as it takes; the other rows are from the mix."""
+        edges, bucket = edge_lengths(self._shape), self._shape.bucket
+        for start in range(0, len(edges), bucket):
+            lengths = filling.copy()
+            part = edges[start : start + bucket]
+            lengths[: len(part)] = part
+            yield lengths
+
+    def _check(self, lengths: np.ndarray) -> _Check:
+        shape, runner, device = self._shape, self._runner, self._pools.req_to_token.device
+        rows = 1 + self._rng.permutation(shape.bucket)
+        live = live_batch(shape.mode, lengths, rows, self._pools, shape.tokens_per_req, self._rng)
+        step = upload(live, device)
+        runner.load_batch(step)
+        expected = runner.backend.expected(host_batch(runner, step), self._tables)
+        batch = _copied(runner.capture_batch(shape.bucket))
+        return _Check(batch, {path: _on_device(field, device) for path, field in expected.items()})
+
+
+def padding_runner(case: Case, backend: AttentionBackend) -> DecodeRunner:
+    """A runner that binds the backend's metadata and pads batches, and captures nothing."""
+    shape = batch_shape(case)
+    slots = StaticSlots(case.bucket, shape.tokens_per_req, backend.seq_len_fill_value, backend.device)
+    runner = DecodeRunner(backend, shape.mode.captured, [case.bucket], slots, Placement.GRAPH, _NoGraph)
+    runner.capture()
+    return runner
+
+
+class _NoGraph:
+    """Stands where a graph would."""
+
+    def capture(self, body: Any, **_: Any) -> None:
+        pass
+
+    def launch(self) -> None:
+        pass
+
+
+def _on_device(field: Expected, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    arrays = (field.values, field.written | field.live, field.live & ~field.written)
+    return tuple(torch.from_numpy(array).to(device) for array in arrays)
+
+
+def _copied(value: Any) -> Any:
+    """The same dataclass, with copies of all tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if is_dataclass(value):
+        return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def why(error: Exception) -> tuple[str, str]:
+    """Cause and reason of an error in a candidate."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    cause = next((_CAUSES[name] for name in names if name in _CAUSES), "failed")
+    lines = str(error).strip().splitlines() or [""]
+    # Triton quotes the kernel's source first; everybody else begins with what is wrong.
+    told = lines[-1] if names[0] == "CompilationError" else lines[0]
+    return cause, f"{names[0]}: {told}"[:300]
+
+
+class DeviceBench:
+    """What the child process holds: a device, and one case at a time."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._measurer: CaseMeasurer | None = None
+        torch.set_num_threads(1)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # Triton launches on the current device, not on its arguments'
+
+    def prepare(self, case: Case) -> None:
+        self._measurer = None  # its tables first, then room for the next
+        self._measurer = CaseMeasurer(case, self._device)
+
+    def rough(self, candidate: Candidate) -> Outcome:
+        return self._measurer.rough(candidate)
+
+    def finals(self, candidates: Sequence[Candidate]) -> Finals:
+        return self._measurer.finals(candidates)

@@ -1,0 +1,92 @@
+"""What came of trying a candidate. A candidate that cannot be used is a row with a reason, never an end of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from .space import Candidate
+
+OK, SKIPPED, NOT_TRIED = "ok", "skipped", "not_tried"
+
+CAUSES = (
+    "spills",  # needs more registers than there are
+    "compile_error",
+    "out_of_resources",  # shared memory, threads or device memory
+    "wrong_values",  # not what the oracle says
+    "changed_inputs",  # wrote where it may only read
+    "hung",  # no answer within the limit
+    "died",  # took its process with it
+    "failed",  # any other error
+    "bad_timer",  # samples of zero and below
+    "slower_cold",  # beaten by the default once the caches are cold
+    "time_budget",  # there was no time left to try it
+)
+"""Why a candidate is out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One candidate.
+
+    Attributes:
+        status: ``ok``, ``skipped`` or ``not_tried``.
+        cause: one of CAUSES; empty if ok.
+        reason: the same for people, with numbers.
+        samples_us: device time of one rebuild, mean over the length mix; empty where values alone were checked.
+    """
+
+    candidate: Candidate
+    status: str = OK
+    cause: str = ""
+    reason: str = ""
+    samples_us: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.status == OK) == (self.cause in CAUSES):
+            raise ValueError(f"{self.candidate}: status {self.status!r} with cause {self.cause!r}")
+
+    @property
+    def median_us(self) -> float | None:
+        return median(self.samples_us) if self.samples_us else None
+
+
+def timed(candidate: Candidate, samples_us: Sequence[float]) -> Outcome:
+    """An outcome with times. A timer that says zero or less says nothing, least of all that this one is the fastest."""
+    if samples_us and median(samples_us) <= 0:
+        reason = f"the timer returned {median(samples_us):.3g} us, which cannot be"
+        return Outcome(candidate, SKIPPED, "bad_timer", reason, tuple(samples_us))
+    return Outcome(candidate, samples_us=tuple(samples_us))
+
+
+@dataclass(frozen=True, slots=True)
+class Finals:
+    """The finalists side by side: value i of every candidate was taken in the same moment.
+
+    Attributes:
+        hot_us, cold_us: by candidate; hot: buffers as the rebuild before left them in the caches.
+        rejected: finalists that were found out only now.
+        note: what a reader must know of how these were taken.
+    """
+
+    hot_us: Mapping[Candidate, tuple[float, ...]]
+    cold_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    rejected: Mapping[Candidate, Outcome] = field(default_factory=dict)
+    note: str = ""
+
+
+class Measurer(Protocol):
+    """A device, a log of one, or a test's made-up times."""
+
+    def rough(self, candidate: Candidate) -> Outcome:
+        """Check the candidate's values, then time it quickly."""
+        ...
+
+    def finals(self, candidates: Sequence[Candidate]) -> Finals:
+        """Time these against each other."""
+        ...
+
+
+Measure = Callable[[Candidate], Outcome]

@@ -1,0 +1,337 @@
+"""Chosen block sizes on disk: what was measured, for which kernel on which GPU, and what a new shape gets from it.
+
+One JSON file a user, ``tuned.json``, and read-only tables that are shipped. A choice is found under its whole key
+(exact), or, for a shape that was not measured, under the nearest one within BOUND (neighbour), or not at all (default).
+Which of the three it was is always part of the answer. Imports no torch.
+
+In another module::
+
+    found = store.lookup_case(case, device.name)      # or store.lookup(Key(...))
+    print(store.describe(found))                      # one line: the rule, the choice, the file and the key
+    config = AttentionConfig(..., extra={"kernel_config": DecodeMetadataConfig(**found.config)} if found.config else {})
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..profilers.sample import Case
+
+SCHEMA = 1
+FILE = "tuned.json"
+FOLDER_VARIABLE = "ATTN_GRAPH_TUNED_DIR"
+SHIPPED = Path(__file__).parent / "tables"
+LOCK_TIMEOUT_S = 30.0
+BOUND = 2.0
+"""A neighbour's bucket and columns are at most this many times larger or smaller."""
+
+EXACT, NEIGHBOUR, DEFAULT = "exact", "neighbour", "default"
+
+
+class StoreError(Exception):
+    """The store cannot be written; names the path and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a choice was measured for.
+
+    The first row decides what is compiled, so it has to agree; a neighbour may differ in the second.
+    """
+
+    device: str
+    kernel: str
+    page_size: int
+    swa: bool
+    tail: str = "live_only"
+    seq_lens: str = "int64"
+    req_pool_indices: str = "int64"
+
+    bucket: int = 1
+    columns: int = 1
+    mode: str = "decode"
+    context: str = ""
+
+    def __str__(self) -> str:
+        swa = "SWA" if self.swa else "no SWA"
+        return (
+            f"{self.device}, {self.kernel}, {self.mode}, bucket {self.bucket}, {self.columns} columns, page "
+            f"{self.page_size}, {swa}, context {self.context}, {self.tail}, {self.seq_lens}/{self.req_pool_indices}"
+        )
+
+
+_SHAPE = ("bucket", "columns", "mode", "context")
+_VARIANT = tuple(f.name for f in fields(Key) if f.name not in _SHAPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A choice. `facts`: what a reader wants to know about the measurement, by name; times in us."""
+
+    key: Key
+    config: dict[str, int]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to a look-up.
+
+    Attributes:
+        config: parameters by the kernel's own names; None for the kernel's default.
+        rule: ``exact``, ``neighbour`` or ``default``.
+        file: where it is from; for a default, where it was looked for.
+        detail: how a neighbour differs, or why there is nothing.
+        key: what was searched; None where nothing could be.
+    """
+
+    config: dict[str, int] | None
+    rule: str
+    file: Path | None
+    detail: str
+    key: Key | None
+
+
+def describe(found: Found) -> str:
+    """One line for people: ``tuned ...`` or ``default, searched ...``, with file and key."""
+    if found.config is None:
+        searched = f", searched {found.key} in {found.file}" if found.key else ""
+        return f"Block sizes: default{searched}: {found.detail}"
+    values = " ".join(f"{name}={value}" for name, value in found.config.items())
+    differs = f", {found.detail}" if found.detail else ""
+    return f"Block sizes: tuned ({found.rule}{differs}) {values}, from {found.file} under {found.key}"
+
+
+def user_file() -> Path:
+    """Where choices are saved: ``$ATTN_GRAPH_TUNED_DIR`` or the user's configuration folder."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen).absolute() / FILE
+    from platformdirs import user_config_path
+
+    return user_config_path("attn-graph", appauthor=False) / FILE
+
+
+def lookup_case(case: Case, device: str) -> Found:
+    """`lookup` for a case on the GPU called `device`. A backend without block sizes is answered too."""
+    from .space import NotTunable, key_of
+
+    try:
+        return lookup(key_of(case, device))
+    except NotTunable:
+        return Found(None, DEFAULT, None, f"{case.backend} has no block sizes to choose", None)
+
+
+def lookup(key: Key) -> Found:
+    """The choice for `key`. Never raises for what is in a file: an unusable file is a reason in `detail`."""
+    files = [_read(path) for path in (user_file(), *sorted(SHIPPED.glob("*.json")))]
+    ranked = [
+        (rank, file.path, entry)
+        for file in files
+        for entry in file.entries()
+        if (rank := _distance(key, entry.key)) is not None
+    ]
+    problems = [f"{file.path} is {file.problem}" for file in files if file.problem]
+    if not ranked:
+        entries = [entry.key for file in files for entry in file.entries()]
+        detail = "; ".join(problems or [_why_nothing(key, entries)])
+        return Found(None, DEFAULT, files[0].path, detail, key)
+    _, path, entry = min(ranked, key=lambda found: found[0])  # the user's file is first, and so wins a draw
+    differs = [] if entry.key == key else [f"measured for {_difference(key, entry.key)}"]
+    rule = NEIGHBOUR if differs else EXACT
+    return Found(dict(entry.config), rule, path, "; ".join(differs + problems), key)
+
+
+def saved_entries() -> tuple[list[tuple[Path, Entry]], list[str]]:
+    """Every usable choice, with its file, and what kept other files from being read."""
+    files = [_read(path) for path in (user_file(), *sorted(SHIPPED.glob("*.json")))]
+    found = [(file.path, entry) for file in files for entry in file.entries()]
+    return found, [f"{file.path}: {file.problem}" for file in files if file.problem]
+
+
+def check_writable() -> Path:
+    """The user's file, after making sure that `save` can write it.
+
+    Raises:
+        StoreError: it cannot; better known before minutes of measuring.
+    """
+    path = user_file()
+    with _locked(path):
+        pass
+    return path
+
+
+def save(entries: Iterable[Entry]) -> list[str]:
+    """Merge `entries` into the user's file. Returns notes for the user, of files that were set aside.
+
+    Entries of other keys, of other GPUs and of newer versions stay, as do fields that we do not know. A file that
+    cannot be read is renamed, never deleted. Safe with writers in other processes, and when killed at any moment.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    path = user_file()
+    with _locked(path):
+        file = _read(path)
+        notes = [_set_aside(path, file.problem)] if file.problem else []
+        content = dict(file.content)
+        raw = list(content.get("entries", []))
+        for entry in entries:
+            places = [i for i, old in enumerate(raw) if (known := _entry(old)) and known.key == entry.key]
+            before = raw[places[0]] if places else {}
+            after = {**before, "key": asdict(entry.key), "config": entry.config, **entry.facts}
+            raw = [old for i, old in enumerate(raw) if i not in places] + [after]
+        _replace(path, content | {"schema": SCHEMA, "entries": raw})
+    return notes
+
+
+def clear() -> str:
+    """Forget the user's choices; the file is renamed, not deleted. Returns what was done.
+
+    Raises:
+        StoreError: the file cannot be renamed.
+    """
+    path = user_file()
+    if not path.exists():
+        return f"{path}: nothing is stored"
+    with _locked(path):
+        return _set_aside(path, "cleared")
+
+
+# Files.
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a file holds. `problem`: why its content is not used; empty for a good or an absent file."""
+
+    path: Path
+    content: Mapping[str, Any]
+    problem: str = ""
+
+    def entries(self) -> Iterator[Entry]:
+        """Those that this version understands."""
+        return filter(None, map(_entry, self.content.get("entries", ())))
+
+
+def _read(path: Path) -> _File:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return _File(path, {})
+    except OSError as error:
+        return _File(path, {}, f"ignored, it cannot be read ({error.strerror})")
+    except ValueError:
+        return _File(path, {}, "ignored, it is not valid JSON")
+    if not isinstance(content, dict) or not isinstance(content.get("entries", []), list):
+        return _File(path, {}, "ignored, it is no table of tuned block sizes")
+    if content.get("schema") != SCHEMA:
+        version = f"schema version {content['schema']!r}" if "schema" in content else "no schema version"
+        return _File(path, {}, f"ignored, it has {version}, this attn-graph reads {SCHEMA}")
+    return _File(path, content)
+
+
+def _entry(raw: object) -> Entry | None:
+    """An entry, or None for one that this version does not understand and therefore neither uses nor touches."""
+    try:
+        key = Key(**raw["key"])
+        config = dict(raw["config"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    typed = all(type(getattr(key, f.name)).__name__ == f.type for f in fields(Key))
+    if not typed or min(key.bucket, key.columns) < 1 or not config or any(type(v) is not int for v in config.values()):
+        return None
+    return Entry(key, config, {name: value for name, value in raw.items() if name not in ("key", "config")})
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`, in a folder that is made for it."""
+    from filelock import FileLock, Timeout
+
+    remedy = f"Set {FOLDER_VARIABLE} to a folder that can be written"
+    if not path.is_absolute():
+        raise StoreError(f"no folder for tuned block sizes: there is no home directory ({path}). {remedy}")
+    lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=LOCK_TIMEOUT_S)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise StoreError(
+            f"{lock.lock_file} has been held by another process for {LOCK_TIMEOUT_S:g} s. End it, or {remedy.lower()}"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"cannot write tuned block sizes to {path}: {error.strerror or error}. {remedy}") from error
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot write tuned block sizes to {path}: {error.strerror or error}. {remedy}") from error
+    finally:
+        lock.release()
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    """Readers, and whoever comes after a kill, see the old file or the new one, never a part.
+
+    The part file's name is fixed, so that kills do not pile up leftovers: the lock keeps other writers away.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _set_aside(path: Path, why: str) -> str:
+    aside = next(p for i in count(1) if not (p := path.with_name(f"{path.stem}.aside-{i}{path.suffix}")).exists())
+    os.rename(path, aside)
+    return f"{path}: {why}; it is now {aside}"
+
+
+# Nearness.
+
+
+def _distance(wanted: Key, known: Key) -> tuple[float, bool, bool] | None:
+    """How far a known shape is from the wanted one, (0, False, False) being the same; None: too far to be used."""
+    if any(getattr(wanted, name) != getattr(known, name) for name in _VARIANT):
+        return None
+    ratios = [getattr(wanted, name) / getattr(known, name) for name in ("bucket", "columns")]
+    if not all(1 / BOUND <= ratio <= BOUND for ratio in ratios):
+        return None
+    return sum(abs(math.log2(ratio)) for ratio in ratios), wanted.context != known.context, wanted.mode != known.mode
+
+
+def _difference(wanted: Key, known: Key) -> str:
+    """``bucket 4, context loguniform:1:131072``: in what the measured shape differs."""
+    return ", ".join(
+        f"{name} {getattr(known, name)}" for name in _SHAPE if getattr(known, name) != getattr(wanted, name)
+    )
+
+
+def _why_nothing(key: Key, known: list[Key]) -> str:
+    """The first step at which the search came up empty."""
+    if not known:
+        return "nothing is tuned yet, run 'attn-graph tune'"
+    here = [k for k in known if k.device == key.device]
+    if not here:
+        return f"tuned only for {_listed(k.device for k in known)}"
+    same = [k for k in here if all(getattr(k, name) == getattr(key, name) for name in _VARIANT)]
+    if not same:
+        return "tuned on this GPU only for other page sizes, pools or dtypes"
+    shapes = _listed(f"{k.bucket} x {k.columns}" for k in same)
+    return f"no tuned shape (bucket x columns: {shapes}) is within {BOUND:g} times of it"
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))

@@ -1,0 +1,101 @@
+"""One case from candidates to a choice: search, finals, decision. Knows neither devices nor files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import exhaustive, random_order
+from .decide import Choice, choose
+from .outcome import NOT_TRIED, OK, Finals, Measure, Measurer, Outcome
+from .space import Candidate
+
+Search = Callable[[Sequence[Candidate], Measure, int], Iterator[Outcome]]
+
+SEARCHES: dict[str, Search] = {"exhaustive": exhaustive.search, "random": random_order.search}
+
+MOST_FINALISTS = 6
+FINALIST_WITHIN = 1.10
+"""Rough times are taken minutes apart: what is this close to the fastest may be the fastest."""
+ROUGH_SHARE = 0.75
+"""Of a time budget; the finals take the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of tuning one case.
+
+    Attributes:
+        outcomes: one for every candidate, in the space's order.
+        finals: times of the finalists, side by side.
+        choice: None if no candidate is usable, or none was timed.
+        notes: what a reader must know.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    finals: Finals = field(default_factory=lambda: Finals({}))
+    choice: Choice | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.status == NOT_TRIED]
+
+
+def tune(
+    space: Sequence[Candidate],
+    measurer: Measurer,
+    *,
+    search: Search = exhaustive.search,
+    seed: int = 0,
+    budget_s: float = math.inf,
+    pruned: Mapping[Candidate, Outcome] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    listen: Callable[[Outcome], None] = lambda outcome: None,
+) -> Tuned:
+    """Try the candidates of `space`, its first being the default, and choose.
+
+    Args:
+        budget_s: seconds; candidates that it leaves no time for are outcomes too. The default is always tried.
+        pruned: outcomes of candidates that need not be tried.
+        listen: called with each outcome as it comes, pruned ones first.
+    """
+    default, known = space[0], dict(pruned or {})
+    for outcome in known.values():
+        listen(outcome)
+    deadline = clock() + ROUGH_SHARE * budget_s
+    for outcome in search([c for c in space if c not in known], measurer.rough, seed):
+        known[outcome.candidate] = outcome
+        listen(outcome)
+        if clock() >= deadline:
+            break
+    for candidate in space:
+        if candidate not in known:
+            known[candidate] = Outcome(candidate, NOT_TRIED, "time_budget", "no time was left for it")
+            listen(known[candidate])
+    outcomes = tuple(known[candidate] for candidate in space)
+    finalists = _finalists(outcomes, default)
+    if not finalists:
+        return Tuned(outcomes)
+    finals = measurer.finals(finalists) if len(finalists) > 1 else Finals({})
+    return _decided(outcomes, finalists, default, finals)
+
+
+def _finalists(outcomes: Sequence[Outcome], default: Candidate) -> list[Candidate]:
+    """The fastest in the rough pass, and the default, in the space's order."""
+    usable = [o for o in outcomes if o.status == OK and o.samples_us]
+    ranked = sorted(usable, key=lambda o: o.median_us)[:MOST_FINALISTS]
+    near = {o.candidate for o in ranked if o.median_us <= FINALIST_WITHIN * ranked[0].median_us}
+    return [o.candidate for o in usable if o.candidate in near or o.candidate == default]
+
+
+def _decided(outcomes: tuple[Outcome, ...], finalists: list[Candidate], default: Candidate, finals: Finals) -> Tuned:
+    rough = {o.candidate: o.samples_us for o in outcomes}
+    times = finals.hot_us or rough  # one finalist alone, or finals that broke
+    order = [c for c in finalists if c not in finals.rejected]
+    choice = choose(order, default, times, finals.cold_us)
+    late = dict(finals.rejected) | (choice.rejected if choice else {})
+    outcomes = tuple(late.get(o.candidate, o) for o in outcomes)
+    return Tuned(outcomes, finals, choice, (finals.note,) if finals.note else ())
