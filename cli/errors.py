@@ -41,6 +41,10 @@ EXPECTED: dict[str, ExitCode] = {
     "attn_graph.profilers.ranks.RankFailure": ExitCode.USAGE,
     "attn_graph.profilers.recorded.CaptureError": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.results.ResultsError": ExitCode.USAGE,
+    "attn_graph.tuning.log.LogError": ExitCode.USAGE,
+    "attn_graph.tuning.space.NotTunable": ExitCode.USAGE,
+    "attn_graph.tuning.static.TargetError": ExitCode.USAGE,
+    "attn_graph.tuning.store.StoreError": ExitCode.USAGE,
     "torch.OutOfMemoryError": ExitCode.USAGE,
 }
 """Error class -> exit code, subclasses included. By name, since importing them would import torch."""

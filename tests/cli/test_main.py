@@ -179,7 +179,7 @@ def own_error_classes() -> list[type[Exception]]:
     return [getattr(import_module(f"attn_graph.{modules[path]}"), name) for path in paths for name in names[path]]
 
 
-CAUGHT_BELOW = {"Skip"}
+CAUGHT_BELOW = {"Skip", "ChildTimeout", "ChildDied", "ChildError"}
 """Exceptions that a layer raises for itself; one that reaches the command line is a bug."""
 
 
