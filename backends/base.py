@@ -8,7 +8,7 @@ A captured graph reads addresses: whatever it read at capture must be refilled i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ from .oracle import Expected, HostBatch, HostPools
 
 class ConfigError(ValueError):
     """A size or option that cannot work; names the buffer or argument and both numbers."""
+
+
+class PeerMissing(ConfigError):
+    """A peer implementation that is not installed here, or that this backend has no counterpart for."""
 
 
 class NotCapturedError(LookupError):
@@ -188,6 +192,14 @@ class AttentionBackend(ABC):
     def rebuild_fused(self, fb: ForwardBatch, md: Any) -> None:
         """One Triton launch."""
 
+    def peer_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
+        """The rebuild of the engine that is installed, on this backend's buffers; also sets `tail` to what it leaves.
+
+        Raises:
+            PeerMissing: no engine is installed, or it has no kernel for this backend.
+        """
+        raise PeerMissing(f"{type(self).__name__} has no counterpart in sglang that attn-graph can run")
+
     @abstractmethod
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         """The oracle's word on every metadata field, by its path in the metadata object, under this instance's
@@ -196,6 +208,8 @@ class AttentionBackend(ABC):
     def _choose_rebuild(self):
         if self.implementation is Implementation.FUSED:
             return self.rebuild_fused
+        if self.implementation is Implementation.SGLANG:
+            return self.peer_rebuild()
         if self.implementation is Implementation.COMPILE:
             # Dynamo guards on Python state; the bound tensors never change, so one entry per captured size stays.
             return torch.compile(self.rebuild_aten_static, dynamic=False)

@@ -34,11 +34,12 @@ class ForwardMode(str, Enum):
 
 
 class Implementation(str, Enum):
-    """Who rebuilds the metadata."""
+    """Who rebuilds the metadata: PyTorch ops, those compiled, our kernel, or the kernel of an engine found installed."""
 
     ATEN = "aten"
     COMPILE = "compile"
     FUSED = "fused"
+    SGLANG = "sglang"
 
     def __str__(self) -> str:
         return self.value
@@ -95,6 +96,11 @@ class Arm:
                 return arm
         raise ValueError(f"unknown arm {text!r}. Known: {', '.join(map(str, ARMS))}")
 
+    @property
+    def is_peer(self) -> bool:
+        """Whether it runs somebody else's kernel."""
+        return self.implementation is Implementation.SGLANG
+
 
 ARMS: tuple[Arm, ...] = tuple(
     Arm(Implementation(i), Placement(p))
@@ -106,5 +112,8 @@ ARMS: tuple[Arm, ...] = tuple(
         ("fused", "eager"),
         ("fused", "glue"),
         ("fused", "graph"),
+        ("sglang", "eager"),
+        ("sglang", "glue"),
+        ("sglang", "graph"),
     )
 )

@@ -14,7 +14,10 @@ sliding-window table maps the page's first token before it divides. Source: spec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,10 +29,14 @@ from .kernels.decode_metadata import (
     QueryMode,
     default_config,
 )
+from .kernels.launch import foreign_launch
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, trtllm_mha
 
 Mode = ForwardMode
+
+
+_QUERY_MODES = {Mode.DRAFT_EXTEND: QueryMode.CUMSUM, Mode.DRAFT_EXTEND_V2: QueryMode.STRIDED}
 
 
 @dataclass(slots=True)
@@ -205,41 +212,48 @@ class TrtllmMhaBackend(AttentionBackend):
     def rebuild_fused(self, fb: ForwardBatch, md: TrtllmMhaMetadata) -> None:
         if md.swa_out_cache_loc is not None:
             self._checked_slots(fb, md)
-        accepted = fb.spec_info.num_accept_tokens if fb.forward_mode is Mode.DRAFT_EXTEND else None
+        accepted = _accepted(fb)
         if md.fused is None:
-            md.fused = self._prepared(fb, md, accepted)
+            md.fused = PreparedDecodeMetadata(
+                **self._update_arguments(fb, md), tail=self.tail, write_cu_zero=False, config=md.kernel_config
+            )
         md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc, accepted)
 
-    def _prepared(
-        self, fb: ForwardBatch, md: TrtllmMhaMetadata, accepted: torch.Tensor | None
-    ) -> PreparedDecodeMetadata:
+    def peer_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
+        from .peers import sglang_page_table_update
+
+        peer = sglang_page_table_update()
+        self.tail = peer.tail
+
+        def rebuild(fb: ForwardBatch, md: TrtllmMhaMetadata) -> None:
+            arguments = self._update_arguments(fb, md)
+            foreign_launch(partial(peer.update, **arguments), tuple(arguments.values()))
+
+        return rebuild
+
+    def _update_arguments(self, fb: ForwardBatch, md: TrtllmMhaMetadata) -> dict[str, Any]:
+        """Keyword arguments of the fused update, as engines call it."""
         c, mode = self.config, fb.forward_mode
-        q_mode = {Mode.DRAFT_EXTEND: QueryMode.CUMSUM, Mode.DRAFT_EXTEND_V2: QueryMode.STRIDED}.get(
-            mode, QueryMode.PRESET
-        )
-        return PreparedDecodeMetadata(
-            fb.req_pool_indices,
-            fb.seq_lens,
-            self.pools.req_to_token,
-            md.cache_seqlens_int32,
-            md.cu_seqlens_k,
-            md.page_table,
-            fb.batch_size,
-            self._length_offset(mode, md),
-            c.table_columns,
-            c.page_size,
-            self.pools.full_to_swa,
-            md.swa_page_table,
-            fb.out_cache_loc,
-            md.swa_out_cache_loc,
-            md.cu_seqlens_q,
-            accepted,
-            md.max_seq_len_q,
-            int(q_mode),
-            self.tail,
-            False,
-            md.kernel_config,
-        )
+        return {
+            "req_pool_indices": fb.req_pool_indices,
+            "seq_lens": fb.seq_lens,
+            "req_to_token": self.pools.req_to_token,
+            "cache_seqlens": md.cache_seqlens_int32,
+            "cu_seqlens_k": md.cu_seqlens_k,
+            "page_table": md.page_table,
+            "bs": fb.batch_size,
+            "seqlen_offset": self._length_offset(mode, md),
+            "max_seq_pages": c.table_columns,
+            "page_size": c.page_size,
+            "swa_mapping": self.pools.full_to_swa,
+            "swa_page_table": md.swa_page_table,
+            "out_cache_loc": fb.out_cache_loc,
+            "swa_out_cache_loc": md.swa_out_cache_loc,
+            "cu_seqlens_q": md.cu_seqlens_q,
+            "qlens": _accepted(fb),
+            "q_stride": md.max_seq_len_q,
+            "q_mode": int(_QUERY_MODES.get(mode, QueryMode.PRESET)),
+        }
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         c = self.config
@@ -286,3 +300,7 @@ class TrtllmMhaBackend(AttentionBackend):
 
     def _arange(self, n: int, step: int) -> torch.Tensor:
         return torch.arange(0, n * step, step, dtype=torch.int32, device=self.device)
+
+
+def _accepted(fb: ForwardBatch) -> torch.Tensor | None:
+    return fb.spec_info.num_accept_tokens if fb.forward_mode is Mode.DRAFT_EXTEND else None

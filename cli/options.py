@@ -11,7 +11,11 @@ Backend = Annotated[str, typer.Option("--backend", help="Backends, comma list, o
 Mode = Annotated[str, typer.Option("--mode", help="Forward modes, comma list, or 'all'; see 'attn-graph backends'.")]
 ArmList = Annotated[
     str,
-    typer.Option("--arm", help="Arms, comma list: names like fused-graph, or a part of one (fused, eager), or 'all'."),
+    typer.Option(
+        "--arm",
+        help="Arms, comma list: names like fused-graph, or a part of one (fused, eager), or 'all' of ours. "
+        "'sglang' adds the kernel of an installed SGLang.",
+    ),
 ]
 BatchSizes = Annotated[
     str | None, typer.Option("--bs", help="Requests per batch, comma list. Default: a small and a larger one.")

@@ -42,13 +42,16 @@ def numbers(text: str, option: str, least: int = 0) -> list[int]:
 
 
 def arms(text: str | None) -> tuple[str, ...]:
-    """Arm names of a comma list; a bare implementation or placement (``fused``, ``graph``) means all its arms."""
-    known = [str(arm) for arm in ARMS]
+    """Arm names of a comma list; a bare implementation or placement (``fused``, ``graph``) means all its arms.
+
+    ``all`` and a bare placement leave out the kernels of other engines: those are asked for by name.
+    """
+    known, ours = [str(arm) for arm in ARMS], [str(arm) for arm in ARMS if not arm.is_peer]
     if text is None or text == "all":
-        return tuple(known)
+        return tuple(ours)
     chosen: list[str] = []
     for item in split(text, "--arm"):
-        matches = [name for name in known if item == name or item in name.split("-")]
+        matches = [n for n in known if item in (n, n.split("-")[0])] or [n for n in ours if item in n.split("-")]
         if not matches:
             raise CliError(unknown_message("arm", item, known))
         chosen += [name for name in matches if name not in chosen]

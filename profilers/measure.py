@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..backends.base import AttentionBackend, AttentionConfig
+from ..backends.base import AttentionBackend, AttentionConfig, PeerMissing
 from ..backends.batch import (
     BatchShape,
     LiveBatch,
@@ -195,9 +195,12 @@ class CaseBench:
         """Build an arm; one that cannot be built is a row with a reason, and the others go on."""
         arm = Arm.parse(name)
         config = attention_config(self.case, self.settings.kernel_configs.get(self.case.key))
-        backend = lookup(self.case.backend).load()(
-            config, self.pools, arm.implementation, recorded=arm.placement is not Placement.EAGER
-        )
+        make = lookup(self.case.backend).load()
+        try:
+            backend = make(config, self.pools, arm.implementation, recorded=arm.placement is not Placement.EAGER)
+        except PeerMissing as missing:
+            self.failed[name] = ArmTimes("unsupported", str(missing))
+            return
         runner = DecodeRunner(
             backend,
             self.shape.mode.captured,

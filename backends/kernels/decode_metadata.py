@@ -254,16 +254,12 @@ def update_decode_metadata(
         if qlens is None:
             raise ValueError("q_mode CUMSUM needs qlens, got None")
         _check_vector("qlens", qlens, bs, (torch.int32,))
-    launch_decode_metadata(
-        req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset, width,
-        page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens, q_stride,
-        int(q_mode), tail, write_cu_zero, config or default_config(bs, width),
+    call = _launch_of(
+        req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset,
+        width, page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens,
+        q_stride, int(q_mode), tail, write_cu_zero, config or default_config(bs, width),
     )  # fmt: skip
-
-
-def launch_decode_metadata(*arguments) -> None:
-    """`update_decode_metadata` without its checks, positional, for callers whose buffers were checked when bound."""
-    launch(_decode_metadata_kernel, *_launch_of(*arguments))
+    launch(_decode_metadata_kernel, *call)
 
 
 VARYING = (0, 1, 4, 5, 15, 21)
@@ -271,11 +267,14 @@ VARYING = (0, 1, 4, 5, 15, 21)
 
 
 class PreparedDecodeMetadata:
-    """The same rebuild, bound to its output buffers: each call only brings what the next batch changes."""
+    """`update_decode_metadata` without its checks, bound to its output buffers: a call only brings what changes.
 
-    def __init__(self, *arguments) -> None:
-        self._absent = arguments[3]
-        self._launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(*arguments), varying=VARYING)
+    Args: those of `update_decode_metadata`, every one of them; the caller has checked them.
+    """
+
+    def __init__(self, **arguments) -> None:
+        self._absent = arguments["cache_seqlens"]
+        self._launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=VARYING)
 
     def __call__(
         self,

@@ -37,6 +37,14 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: d
         kernel[grid](*args, **options)
 
 
+def foreign_launch(run: Run, args: tuple[Any, ...]) -> None:
+    """A launch that somebody else's code makes: `run` makes exactly one, reading and writing the tensors in `args`."""
+    if observers:
+        through_observers(run, args)
+    else:
+        run()
+
+
 class PreparedLaunch:
     """A launch that is repeated with few changes: bind it once, call it with what changes.
 
