@@ -225,6 +225,7 @@ class _Team:
     ) -> None:
         self._plan = plan
         self._timeout_s = timeout_s
+        self._tick_s = timeout_s / 10
         self._on_report = on_report
         self._context = multiprocessing.get_context("spawn")
         self._memory = barrier.barrier_memory(n, self._context)
@@ -258,7 +259,7 @@ class _Team:
             RankFailure: as soon as one cannot.
         """
         while not all(rank.done for rank in self._ranks):
-            self._handle_next(self._timeout_s / 8)
+            self._handle_next(self._tick_s)
             self._find_silent()
             if self._failures:
                 self._hear_the_others_out()
@@ -293,23 +294,16 @@ class _Team:
             self._failures.append((index, value))
 
     def _find_silent(self) -> None:
-        """A rank that neither spoke nor entered the barrier for too long has failed, or the one it waits for has."""
+        """A rank that neither spoke nor entered the barrier for too long has failed."""
         now = monotonic_ns()
-        waits = barrier.arrivals(self._memory)
-        for rank, entered in zip(self._ranks, waits, strict=True):
+        for index, entered in enumerate(barrier.arrivals(self._memory)):
+            rank = self._ranks[index]
             if entered != rank.arrivals:
                 rank.arrivals, rank.heard_ns = entered, now
-        silent = [
-            index
-            for index, rank in enumerate(self._ranks)
-            if not rank.done and now - rank.heard_ns > self._timeout_s * 1e9
-        ]
-        if not silent or self._failures:
-            return
-        behind = [index for index, entered in enumerate(waits) if entered < max(waits)]
-        culprit = min(behind or silent, key=lambda index: (self._ranks[index].heard_ns, index))
-        lateness = "did not reach the barrier within" if behind else "no sign of life for"
-        self._failures.append((culprit, _Failure(f"hung: {lateness} {self._timeout_s:g} s")))
+            # A little more than ranks wait at the barrier: one that waits there knows better who is missing.
+            if not rank.done and now - rank.heard_ns > (self._timeout_s + 2 * self._tick_s) * 1e9:
+                cause = f"hung: no sign of life for {self._timeout_s:g} s"
+                self._failures.append((index, _Failure(cause)))
 
     def _hear_the_others_out(self) -> None:
         """Give the other ranks a moment to say what they have; also, the first to fail need not be the cause."""

@@ -132,6 +132,7 @@ def test_half_of_the_steps_may_be_slow_without_becoming_usual():
     [
         ([5.0] * 20, [False] * 20),
         ([5.0] * 19 + [90.0], [False] * 19 + [True]),
+        ([5.0] * 15 + [5.1, 5.3, 4.9, 5.2, 90.0], [False] * 19 + [True]),
         ([], []),
     ],
 )

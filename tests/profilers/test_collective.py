@@ -117,7 +117,7 @@ def jittery(steps: int, ranks: int, common_us: float = 0.0, seed: int = 0) -> np
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("n_ranks", [2, 8, 16])
+@pytest.mark.parametrize("n_ranks", [2, 16])
 def test_independent_jitter_is_predicted_from_four_ranks_within_its_interval(model: str, n_ranks: int):
     truth = skew(jittery(20_000, n_ranks, seed=1))
     guess = extrapolate(jittery(2_000, 4), n_ranks, model=model)
@@ -138,7 +138,8 @@ def test_for_as_many_ranks_as_measured_the_correlated_model_gives_the_measuremen
 def test_jitter_common_to_all_ranks_sets_the_two_models_apart():
     common = jittery(1_000, 4, common_us=200)
     independent, correlated = (extrapolate(common, 8, model=model).p50_us for model in MODELS)
-    assert independent > 1.5 * correlated
+    truth = np.median(skew(jittery(20_000, 8, common_us=200, seed=1)))
+    assert abs(correlated / truth - 1) < 0.15 < 0.5 < independent / truth - 1
     private = jittery(1_000, 4)
     independent, correlated = (extrapolate(private, 8, model=model).p50_us for model in MODELS)
     assert independent < 1.2 * correlated
@@ -147,7 +148,7 @@ def test_jitter_common_to_all_ranks_sets_the_two_models_apart():
 @pytest.mark.parametrize("model", MODELS)
 def test_the_slowest_of_more_ranks_is_slower(model: str):
     ends = jittery(500, 4)
-    waits = [extrapolate(ends, n, model=model).p50_us for n in (2, 4, 8, 32)]
+    waits = [extrapolate(ends, n, model=model).p50_us for n in (2, 8, 32)]
     assert waits == sorted(waits) and waits[-1] > 1.5 * waits[0]
 
 

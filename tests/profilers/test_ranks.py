@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -211,6 +212,20 @@ def test_a_rank_that_fails_ends_the_run_at_once_named_with_case_and_cause(how: s
     assert failure.partial == [[("measured", rank)] for rank in range(3)]
 
 
+def die_with_a_crowd_waiting(context: RankContext) -> None:
+    try:
+        if context.rank == 1:
+            os._exit(7)
+        context.barrier.wait(1)
+    finally:
+        context.report(f"saved by {context.rank}")
+
+
+def test_ranks_that_wait_for_a_dead_one_are_woken_and_hand_in_what_they_have():
+    failure = fails_with(die_with_a_crowd_waiting, 3)
+    assert failure.rank == 1 and failure.partial == [["saved by 0"], [], ["saved by 2"]]
+
+
 def test_the_traceback_of_a_rank_that_raises_reaches_the_caller():
     failure = fails_with(fail_after_reporting, 2, ("raise",))
     assert "fail_after_reporting" in failure.traceback and "page table has 3 columns" in failure.traceback
@@ -291,7 +306,7 @@ def parent(tmp_path: Path):
     """Starts a parent of two sleeping ranks in a process group of its own; gives it and the ranks' ids."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    started = []
+    started, ranks = [], []
 
     def start(kind: str) -> tuple[subprocess.Popen, list[int]]:
         process = subprocess.Popen(
@@ -302,9 +317,14 @@ def parent(tmp_path: Path):
             start_new_session=True,
         )
         started.append(process)
-        return process, [int(process.stdout.readline()) for _ in range(2)]
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        ranks.extend(psutil.Process(pid) for pid in pids)
+        return process, pids
 
     yield start
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()  # knows its process by its start time too
     for process in started:
         process.kill()
         process.communicate()
