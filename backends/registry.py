@@ -163,6 +163,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="ascend_gdn",
+        kind="backend",
+        family="linear_state",
+        pattern="A",
+        modes=(*DECODE_MODES, "target_verify"),
+        target=".ascend_gdn:AscendGdnBackend",
+        note="metadata logic on the device at hand, counts without padding (31 and 49 with); no NPU kernel is run",
+        dispatches={"decode": (21, None), "idle": (29, None), "target_verify": (38, None)},
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",

@@ -1,0 +1,24 @@
+"""What ascend_gdn metadata must hold, by mode."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import Expected, HostBatch, HostPools
+from .linear import query_starts, state_indices, tree_links, untouched
+
+
+def expected(batch: HostBatch, pools: HostPools, *, draft_tokens: int, topk: int) -> dict[str, Expected]:
+    """Every metadata field by name. `draft_tokens`: N, tokens that the buffers have for each request."""
+    b, verify = len(batch.seq_lens), batch.mode == "target_verify"
+    numbers = np.arange(b * draft_tokens, dtype=np.int32)
+    fields = {
+        "mamba_cache_indices": state_indices(batch, pools, padding_slot=0),
+        "query_start_loc": query_starts(batch, draft_tokens if verify else 1),
+        "mamba_cache_indices_gdn": Expected.whole(numbers) if verify else untouched(b * draft_tokens),
+    }
+    if verify and topk > 1:
+        fields["retrieve_next_token"] = tree_links(batch.retrieve_next_token, b, draft_tokens)
+        fields["retrieve_next_sibling"] = tree_links(batch.retrieve_next_sibling, b, draft_tokens)
+        fields["retrieve_parent_token"] = untouched(b, draft_tokens)
+    return fields
