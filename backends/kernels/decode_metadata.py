@@ -79,7 +79,7 @@ def _decode_metadata_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid == 0:
-        _prefix_sums(
+        prefix_sums(
             seq_lens,
             qlens,
             cu_seqlens_q,
@@ -117,12 +117,12 @@ def _decode_metadata_kernel(
 
         pages = page_table + row.to(tl.int64) * page_table_stride
         swa_pages = swa_page_table + row.to(tl.int64) * swa_page_table_stride
-        _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+        store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
         for start in range(first + step, filled, step):
             columns = start + tl.arange(0, BLOCK)
             slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < filled, other=0)
-            _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+            store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
         if TAIL == 2:
             for start in range(first, max_seq_pages, step):
                 columns = start + tl.arange(0, BLOCK)
@@ -134,7 +134,7 @@ def _decode_metadata_kernel(
 
 
 @triton.jit
-def _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr):
+def store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr):
     mask = columns < filled
     tl.store(pages + columns, floor_div(slot, PAGE_SIZE), mask=mask)
     if HAS_SWA:
@@ -143,7 +143,7 @@ def _store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE
 
 
 @triton.jit
-def _prefix_sums(
+def prefix_sums(
     seq_lens, qlens, cu_seqlens_q, cu_seqlens_k, bs, seqlen_offset, q_stride,
     Q_MODE: tl.constexpr, WRITE_CU_ZERO: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
