@@ -227,7 +227,8 @@ def _show_saved(found: SavedComparisons, as_json: bool) -> ExitCode:
     for warning in found.warnings:
         typer.echo(f"Warning: {warning}", err=True)
     if found.refusal:
-        hint = ". --allow-different compares them all the same" if found.refusal.startswith("different machines") else ""
+        machines = found.refusal.startswith("different machines")
+        hint = ". --allow-different compares them all the same" if machines else ""
         typer.echo(f"Error: not comparable: {found.refusal}{hint}", err=True)
     else:
         new_console().print(saved_table(found))

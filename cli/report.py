@@ -104,7 +104,7 @@ class WaitingRow:
 
 def waiting(samples: pd.DataFrame) -> Iterator[WaitingRow]:
     """From the ranks' launch ends and first waits, steps that all ranks have. Nothing for a single rank."""
-    from ..profilers.stats import split_collective
+    from ..profilers.collective import analyse_collectives
     from .tables import UNTRACED, arm_order, cases_in
 
     rows = samples[(samples["status"] == "ok") & (samples["observer"] == UNTRACED)]
@@ -119,12 +119,12 @@ def waiting(samples: pd.DataFrame) -> Iterator[WaitingRow]:
                 steps = arrivals.index.intersection(stays.index)
                 if steps.empty or stays.shape[1] < 2 or list(arrivals.columns) != list(stays.columns):
                     continue
-                split = split_collective(arrivals.loc[steps].to_numpy(), stays.loc[steps].to_numpy())
+                found = analyse_collectives(stays.loc[steps].to_numpy(), arrivals.loc[steps].to_numpy())
                 for i, rank in enumerate(stays.columns):
-                    own = split.rank_waits[i]
+                    own = found.rank_waits[i]
                     yield WaitingRow(
-                        case.title, arm, source, int(rank), split.last[i], split.steps,
-                        own.p50, own.p99, own.sum, split.aligned,
+                        case.title, arm, source, int(rank), found.last[i], found.cost.n,
+                        own.p50, own.p99, own.sum, found.one_clock,
                     )  # fmt: skip
 
 

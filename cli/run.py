@@ -96,8 +96,11 @@ class Run:
     ) -> None:
         from ..profilers.assemble import samples_of
         from ..profilers.measure import MeasureSettings, measure_cases
-        from ..profilers.ranks import run_ranks
+        from ..profilers.ranks import plan_affinity, run_ranks
 
+        shared_cores = plan_affinity(ranks).note
+        if shared_cores:
+            writer.warn(shared_cores)
         configs = {key: found.config for key, found in tuned.items() if found.config}
         settings = MeasureSettings(self.arms, self.steps, self.warmup, self.nvtx, configs)
         by_index, arrived = dict(cases), {}

@@ -206,51 +206,6 @@ def median_paired_ratio(baseline: Sequence[float | None], candidate: Sequence[fl
     return float(np.median(after[kept] / before[kept])) if kept.any() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective seen from its ranks: what it cost, and who waited for whom. Times in us.
-
-    `cost` sums up each step's shortest stay, that of the rank nobody waited for; `waits` what every rank stayed
-    longer than that, and `rank_waits` the same rank by rank; `spread` is last arrival minus first. `first` and `last`
-    count the steps in which each rank arrived first or last. Where not `aligned`, the ranks' clocks disagree by more
-    than the collective takes, and `spread`, `first` and `last` mean nothing.
-    """
-
-    steps: int
-    spread: Summary
-    cost: Summary
-    waits: Summary
-    rank_waits: tuple[Summary, ...]
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    aligned: bool
-
-
-def split_collective(arrivals_us: np.ndarray, durations_us: np.ndarray) -> Collective:
-    """Take waiting apart from communicating.
-
-    Args:
-        arrivals_us: [steps, ranks] float64, when each rank entered, on one clock.
-        durations_us: [steps, ranks] float64, how long it stayed.
-    """
-    steps, ranks = arrivals_us.shape
-    cost = durations_us.min(axis=1)
-    waits = durations_us - cost[:, None]
-    leaving = arrivals_us + durations_us
-    # All ranks leave a collective together, give or take its own cost; one microsecond is the clocks' grain.
-    aligned = np.median(np.ptp(leaving, axis=1)) <= max(np.median(cost), 1.0)
-    return Collective(
-        steps=steps,
-        spread=summarise(np.ptp(arrivals_us, axis=1)),
-        cost=summarise(cost),
-        waits=summarise(waits.ravel()),
-        rank_waits=tuple(summarise(waits[:, rank]) for rank in range(ranks)),
-        first=tuple(np.bincount(arrivals_us.argmin(axis=1), minlength=ranks).tolist()),
-        last=tuple(np.bincount(arrivals_us.argmax(axis=1), minlength=ranks).tolist()),
-        aligned=bool(aligned),
-    )
-
-
 _TAILS = (50 * (1 - CONFIDENCE), 100 - 50 * (1 - CONFIDENCE))
 
 

@@ -14,7 +14,6 @@ from attn_graph.profilers.stats import (
     median_paired_ratio,
     paired_verdict,
     runs_verdict,
-    split_collective,
     summarise,
     unpaired_verdict,
 )
@@ -158,35 +157,3 @@ def test_the_worst_verdict_gives_the_exit_code():
 def test_the_paired_ratio_is_of_the_same_step():
     assert median_paired_ratio([10.0, 100.0, 0.0, None], [5.0, 20.0, 1.0, 1.0]) == pytest.approx(0.35)
     assert median_paired_ratio([0.0], [1.0]) is None
-
-
-def test_the_wait_of_the_early_rank_is_not_communication():
-    enter = np.arange(100) * 10_000.0
-    arrivals = np.stack([enter, enter + 150], axis=1)
-    durations = np.tile([165.0, 15.0], (100, 1))
-    found = split_collective(arrivals, durations)
-    assert (found.spread.p50, found.cost.sum, found.rank_waits[0].sum) == (150.0, 1500.0, 15_000.0)
-    assert (found.last, found.first, found.rank_waits[1].sum) == ((0, 100), (100, 0), 0.0)
-    assert found.aligned
-
-
-def test_rare_long_gaps_show_in_the_sum_and_the_p99_not_in_the_median():
-    gaps = np.where(np.arange(100) % 10 == 0, 5000.0, 150.0)
-    enter = np.arange(100) * 10_000.0
-    found = split_collective(np.stack([enter, enter + gaps], axis=1), np.stack([gaps + 15, np.full(100, 15.0)], axis=1))
-    assert (found.spread.p50, found.spread.p99, found.waits.sum) == (150.0, 5000.0, 90 * 150.0 + 10 * 5000.0)
-
-
-def test_eight_ranks_of_which_one_arrives_first():
-    arrivals = np.array([[64.0, 62, 45, 0, 63, 51, 53, 64]])
-    durations = np.array([[10.0, 11, 31, 72, 11, 23, 21, 12]])
-    found = split_collective(arrivals, durations)
-    assert found.first.index(1) == 3
-    assert (found.spread.p50, found.cost.p50, found.waits.sum, durations.sum()) == (64.0, 10.0, 111.0, 191.0)
-    assert round(100 * found.waits.sum / durations.sum()) == 58
-    assert found.aligned
-
-
-def test_clocks_that_disagree_by_more_than_the_collective_takes_are_reported():
-    arrivals = np.array([[64.0, 62, 45, 0, 63, 51, 53, 64]]) + np.array([0, 0, 0, 0, 500.0, 0, 0, 0])
-    assert not split_collective(arrivals, np.array([[10.0, 11, 31, 72, 11, 23, 21, 12]])).aligned
