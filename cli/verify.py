@@ -1,0 +1,169 @@
+"""`attn-graph verify`: does every rebuild leave what it must, whatever the graph has captured before?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options, plan
+from .errors import CliError, ExitCode
+
+if TYPE_CHECKING:
+    from ..profilers.conformance import Finding
+
+MOST_JOBS = 8
+
+
+def verify(
+    backend: options.Backend = "all",
+    mode: options.Mode = "all",
+    device: options.DeviceName = "auto",
+    arm: Annotated[
+        str,
+        typer.Option("--arm", help="Arms to compare, comma list of names or parts of names; compile only on request."),
+    ] = "aten,fused",
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Every page size and batch sizes up to 512, instead of a small choice."),
+    ] = False,
+    check: Annotated[
+        str,
+        typer.Option("--check", help="Checks, comma list of ids (C3, L1), C, L, faults, fault:NAME, or 'all'."),
+    ] = "all",
+    as_json: options.Json = False,
+) -> ExitCode:
+    """Prove that every rebuild is right under capture and replay, and that known faults would be noticed.
+
+    Each arm is replayed over sequences of batches on poisoned buffers and compared with an oracle, cell by cell; then
+    come the rules of capture and replay. Exit code 1 if anything is wrong.
+
+    Example: attn-graph verify --backend trtllm_mha --mode decode
+    """
+    from ..backends.modes import Arm, ForwardMode
+    from ..profilers.devices import resolve, use_interpreter
+
+    names = plan.backends(backend)
+    wanted = _modes(mode, names)
+    arms = [Arm.parse(name) for name in plan.arms(arm)]
+    where = resolve(device)
+    use_interpreter(where)
+    from ..profilers.conformance import CHECKS
+    from ..profilers.conformance import verify as findings_of
+
+    checks = None if check == "all" else _checks(check, list(CHECKS))
+    jobs = min(MOST_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    found = findings_of(
+        names,
+        None if wanted is None else [ForwardMode(name) for name in wanted],
+        str(where),
+        full=full,
+        checks=checks,
+        arms=arms,
+        jobs=jobs,
+    )
+    found = _watched(found)
+    if as_json:
+        typer.echo(json.dumps([asdict(f) for f in found], indent=2))
+    else:
+        _print(found, {c.id: c.title for c in CHECKS.values()}, where.title)
+    return ExitCode.FOUND_WRONG if any(f.status == "fail" for f in found) else ExitCode.OK
+
+
+def _modes(text: str, names: Sequence[str]) -> list[str] | None:
+    """Modes asked for, each of which some backend has; None means each backend's own."""
+    from ..backends.registry import lookup, unknown_message
+
+    if text == "all":
+        return None
+    asked = plan.split(text.replace("-", "_"), "--mode")
+    known = list(dict.fromkeys(mode for name in names for mode in lookup(name).modes))
+    for mode in asked:
+        if mode not in known:
+            raise CliError(unknown_message(f"mode for {', '.join(names)}", mode, known))
+    return asked
+
+
+def _checks(text: str, known: list[str]) -> list[str]:
+    """Check ids of a comma list; a letter means its family.
+
+    Raises:
+        CliError: no such check.
+    """
+    from ..backends.registry import unknown_message
+
+    chosen: list[str] = []
+    for item in plan.split(text, "--check"):
+        family = [id for id in known if item in (id, id[0])]
+        if not family and item != "faults" and not item.startswith("fault:"):
+            raise CliError(unknown_message("check", item, [*known, "faults", "fault:NAME"]))
+        chosen += family or [item]
+    return list(dict.fromkeys(chosen))
+
+
+def _watched(found: Iterable[Finding]) -> list[Finding]:
+    """Collect findings; on a terminal, say how far they have come."""
+    from rich.console import Console
+
+    console, collected = Console(stderr=True), []
+    with console.status("verify") if console.is_terminal else nullcontext() as status:
+        for finding in found:
+            collected.append(finding)
+            if status is not None:
+                failed = sum(f.status == "fail" for f in collected)
+                status.update(f"{finding.backend} {finding.mode}: {len(collected)} checks, {failed} failed")
+    if not collected:
+        raise CliError("nothing was checked: no such fault, or no backend has the modes asked for")
+    return collected
+
+
+def _print(found: Sequence[Finding], titles: dict[str, str], where: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=f"Conformance on {where}", title_justify="left")
+    for heading in ("backend", "mode"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("passed", "failed", "skipped"):
+        table.add_column(heading, overflow="fold")
+    rules = [f for f in found if not f.check.startswith("fault:")]
+    for backend, mode in dict.fromkeys((f.backend, f.mode) for f in rules):
+        row = [f for f in rules if (f.backend, f.mode) == (backend, mode)]
+        cells = [_ids(row, status) for status in ("pass", "fail", "skip")]
+        table.add_row(backend, mode, Text(cells[0], "green"), Text(cells[1], "bold red"), Text(cells[2], "dim"))
+    if rules:
+        console.print(table)
+    faults = [f for f in found if f.check.startswith("fault:")]
+    for backend in dict.fromkeys(f.backend for f in faults):
+        of = [f for f in faults if f.backend == backend]
+        told = f"{backend}: {sum(f.status == 'pass' for f in of)} of {len(of)} known faults are noticed"
+        console.print(told, highlight=False, soft_wrap=True)
+    for reason in dict.fromkeys(f"{f.check} skipped: {f.detail}" for f in found if f.status == "skip"):
+        console.print(Text(reason, "dim"), soft_wrap=True)
+    for f in found:
+        if f.status == "fail":
+            title = f" ({titles[f.check]})" if f.check in titles else ""
+            console.print(Text(f"\nFAIL {f.backend} {f.mode} {f.check}{title}", "bold red"), soft_wrap=True)
+            console.print(Text(f.detail), soft_wrap=True)
+
+
+def _ids(row: Sequence[Finding], status: str) -> str:
+    """``C1-C6 C8``: ids in runs."""
+    ids = [id for id in dict.fromkeys(f.check for f in row if f.status == status) if id[1:].isdigit()]
+    others = [f.check for f in row if f.status == status and not f.check[1:].isdigit() and f.check != "sizes"]
+    if status == "fail" and any(f.check == "sizes" for f in row if f.status == "fail"):
+        others.append("sizes")
+    runs: list[list[str]] = []
+    for id in ids:
+        if runs and runs[-1][-1][0] == id[0] and int(runs[-1][-1][1:]) + 1 == int(id[1:]):
+            runs[-1].append(id)
+        else:
+            runs.append([id])
+    return " ".join([run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs] + others)

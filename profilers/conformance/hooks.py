@@ -1,0 +1,291 @@
+"""Checks of the hooks themselves: what they may do under capture, what they cost, and who calls whom."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...backends.base import AttentionBackend
+from ...backends.batch import ForwardBatch, idle_batch
+from ...backends.modes import Arm, ForwardMode, Implementation, Placement
+from ...backends.registry import registered
+from ..counters import SYNC_OPS, count
+from ..graphs import CaptureError
+from .findings import Note, Skip, check
+from .pointers import recorded_arms, selected
+from .subject import Rig, Subject, addresses, scalars_of
+from .trace import Trace, trace
+
+
+@check("C8", "no host synchronisation where none is allowed: in the graph, and before it for who is recorded or fused")
+def no_host_sync(subject: Subject) -> Iterator[str]:
+    free = [arm for arm in subject.plain_arms if arm != Arm(Implementation.ATEN, Placement.EAGER)]
+    if not free:
+        raise Skip("the classic chain may read the host mirror")
+    for arm in free:
+        rig = subject.rig(arm, buckets=[max(subject.buckets)])
+        with rig.on_stream():
+            rig.load(subject.some_batch(max(subject.buckets)))
+            for where, body in (("before the launch", rig.runner.rebuild), ("in the graph", in_graph(rig))):
+                with _syncs_raise(subject.device):
+                    seen = trace(body)
+                reads = [n for n in seen.names if n in SYNC_OPS] or seen.host_reads
+                if reads:
+                    yield f"{', '.join(sorted(set(reads)))} {where}: the host waits for the device ({arm})"
+
+
+def in_graph(rig: Rig):
+    """The in-graph hook on the batch that a capture of the loaded bucket sees."""
+    batch = selected(rig, rig.runner.bucket or max(rig.runner.buckets))
+    return lambda: rig.backend.init_forward_metadata_in_graph(batch)
+
+
+@contextmanager
+def _syncs_raise(device: torch.device) -> Iterator[None]:
+    """Make CUDA calls that wait for the device raise."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@check("C9", "the in-graph hook can be captured by itself, does something, and replays to the oracle's values")
+def capture_legality(subject: Subject) -> Iterator[str]:
+    largest = max(subject.buckets)
+    for arm in recorded_arms(subject):
+        rig = subject.rig(arm, buckets=[largest])
+        with rig.on_stream():
+            batch = selected(rig, largest)
+            graph = rig.factory()
+            graph.capture(lambda rig=rig, batch=batch: rig.backend.init_forward_metadata_in_graph(batch))
+            if graph.nodes == 0:
+                yield f"nothing was recorded ({arm}, B={largest})"
+            poisoned = rig.poison(rig.expected(rig.load(subject.some_batch(largest))), salt=1)
+            graph.launch()
+            for m in poisoned.mismatches():
+                yield f"{m}, from a graph of the hook alone ({arm}, B={largest})"
+
+
+@check("C10", "the in-graph hook does the same operations on the same shapes whatever the batch holds")
+def trace_equality(subject: Subject) -> Iterator[str]:
+    largest = max(subject.buckets)
+    for arm in recorded_arms(subject):
+        one, other = two_traces(subject, arm)
+        if one.ops != other.ops:
+            i = next((i for i, (a, b) in enumerate(zip(one.ops, other.ops, strict=False)) if a != b), len(one.ops))
+            a, b = (t.ops[i] if i < len(t.ops) else "nothing" for t in (one, other))
+            yield f"operation {i} is {a} for one batch and {b} for another ({arm}, B={largest})"
+
+
+def two_traces(subject: Subject, arm: Arm) -> tuple[Trace, Trace]:
+    """Traces of the in-graph hook for two batches of one bucket.
+
+    The hook sees static tensors, as a capture does, beside the host numbers of the live batch: whatever it does with
+    those shows as a difference.
+    """
+    rig = subject.rig(arm, buckets=[max(subject.buckets)])
+    traces = []
+    for seed, size in enumerate((max(subject.buckets), max(max(subject.buckets) - 1, 1))):
+        with rig.on_stream():
+            rig.load(subject.some_batch(size, seed=30 + seed))
+            rig.runner.rebuild()
+            traces.append(trace(rig.backend.init_forward_metadata_in_graph, _static(rig)))
+    return traces[0], traces[1]
+
+
+def _static(rig: Rig) -> ForwardBatch:
+    """The captured batch with the live one's host numbers."""
+    captured, live = rig.runner.capture_batch(rig.runner.bucket), rig.runner.view
+    spec = captured.spec_info
+    if spec is not None and live.spec_info is not None:
+        spec = replace(spec, num_accept_tokens_cpu=live.spec_info.num_accept_tokens_cpu)
+    return replace(
+        captured, spec_info=spec, actual_forward_mode=live.actual_forward_mode,
+        seq_lens_sum=live.seq_lens_sum, num_padding=live.num_padding,
+    )  # fmt: skip
+
+
+@check("C12", "after warm-ups and their hook the backend is as before them, and records the same")
+def warmup_hook(subject: Subject) -> Iterator[str]:
+    largest = max(subject.buckets)
+    for arm in recorded_arms(subject):
+        rig = subject.rig(arm, buckets=[largest])
+        with rig.on_stream():
+            batch = selected(rig, largest)
+            before = _python_state(rig.backend)
+            first = trace(rig.backend.init_forward_metadata_in_graph, batch)
+            rig.backend.on_after_cuda_graph_warmup()
+            after = _python_state(rig.backend)
+            for name in before.keys() | after.keys():
+                if before.get(name) != after.get(name):
+                    yield f"{name} was {before.get(name)} before a warm-up and is {after.get(name)} after it ({arm})"
+            second = trace(rig.backend.init_forward_metadata_in_graph, batch)
+            if first.names != second.names:
+                yield f"a first run does {len(first.ops)} operations, one after a warm-up {len(second.ops)} ({arm})"
+            nodes = []
+            for warmups in (0, 2):
+                graph = rig.factory()
+                hook = rig.backend.on_after_cuda_graph_warmup
+                graph.capture(in_graph(rig), warmups=warmups, after_warmup=hook)
+                nodes.append(graph.nodes)
+            if nodes[0] != nodes[1]:
+                yield f"{nodes[0]} nodes without warm-ups, {nodes[1]} with two ({arm})"
+
+
+def _python_state(backend: AttentionBackend) -> dict[str, Any]:
+    """Attributes, where the tensors among them lie, and the host numbers of the metadata in use."""
+    plain = {
+        name: value if isinstance(value, int | float | str | bool | None) else id(value)
+        for name, value in vars(backend).items()
+    }
+    return plain | addresses(backend.forward_metadata) | scalars_of(backend.forward_metadata)
+
+
+@check("C13", "a wrapper forwards every hook, and each to the same children")
+def wrapper_forwarding(subject: Subject) -> Iterator[str]:
+    arm = subject.arms[-1]
+    rig = subject.rig(arm, buckets=[max(subject.buckets)])
+    children = children_of(rig.backend)
+    if not children:
+        raise Skip("not a wrapper")
+    batch = rig.runner.capture_batch(max(subject.buckets))
+    calls = {
+        "init_forward_metadata_out_graph": lambda: rig.backend.init_forward_metadata_out_graph(batch, in_capture=True),
+        "init_forward_metadata_in_graph": lambda: rig.backend.init_forward_metadata_in_graph(batch),
+    }
+    for name in hook_names() - calls.keys():
+        if not inspect.signature(getattr(rig.backend, name)).parameters:
+            calls[name] = getattr(rig.backend, name)
+    wanted = getattr(rig.backend, "forwarding", None)
+    reached: dict[str, Counter] = {}
+    for name, call in calls.items():
+        with _spied(children, name) as seen:
+            call()
+        reached[name] = seen
+        if wanted is not None and seen != Counter(wanted(batch, name)):
+            yield f"{name} reached {dict(seen)}, wanted {wanted(batch, name)} ({arm})"
+    first = reached["init_forward_metadata_out_graph"]
+    for name, seen in reached.items():
+        if set(seen) != set(first):
+            yield f"{name} reached {sorted(seen) or 'no child'}, the out-of-graph hook {sorted(first)} ({arm})"
+    yield Note(f"{len(calls)} hooks, {len(children)} children")
+
+
+def hook_names() -> set[str]:
+    """Hooks of the contract, found by inspection, so that one added later is checked too."""
+    return {
+        name
+        for name, value in vars(AttentionBackend).items()
+        if inspect.isfunction(value) and name.startswith(("init_forward_metadata_", "on_"))
+    }
+
+
+def children_of(backend: AttentionBackend) -> dict[str, AttentionBackend]:
+    """Backends that a backend holds, by attribute."""
+    found = {}
+    for name, value in vars(backend).items():
+        items = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        found |= {f"{name}.{key}": item for key, item in items if isinstance(item, AttentionBackend)}
+        if isinstance(value, AttentionBackend):
+            found[name] = value
+    return found
+
+
+@contextmanager
+def _spied(children: dict[str, AttentionBackend], hook: str) -> Iterator[Counter]:
+    """Count calls of `hook` by child; the hook still runs."""
+    seen: Counter = Counter()
+    for name, child in children.items():
+        original = getattr(child, hook)
+
+        def spy(*args, name=name, original=original, **kwargs):
+            seen[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(child, hook, spy)
+    try:
+        yield seen
+    finally:
+        for child in children.values():
+            delattr(child, hook)
+
+
+@check("C20", "an out-of-graph rebuild that can be captured as a glue graph stays right; others depend on the host")
+def glue_eligibility(subject: Subject) -> Iterator[str]:
+    eager = [arm for arm in subject.plain_arms if arm.placement is Placement.EAGER]
+    if not eager:
+        raise Skip("no eager arm in this run")
+    verdicts = []
+    for arm in eager:
+        problem = _as_glue(subject, arm)
+        if problem and arm.implementation is Implementation.FUSED:
+            yield f"{problem} ({arm})"
+        verdicts.append(f"{arm}: {f'host-dependent, {problem}' if problem else 'can be captured'}")
+    yield Note("; ".join(verdicts))
+
+
+def _as_glue(subject: Subject, arm: Arm) -> str:
+    """What goes wrong when the out-of-graph hook is captured and replayed; empty if nothing does."""
+    largest = max(subject.buckets)
+    rig = subject.rig(arm, buckets=[largest])
+    with rig.on_stream():
+        rig.load(subject.some_batch(largest, seed=40))
+        batch = rig.runner.capture_batch(largest)
+        graph = rig.factory()
+        try:
+            graph.capture(lambda: rig.backend.init_forward_metadata_out_graph(batch))
+        except CaptureError as error:
+            return str(error).splitlines()[0]
+        for salt in range(3):
+            live = subject.some_batch(largest, seed=41 + salt)
+            poisoned = rig.poison(rig.expected(rig.load(live)), salt)
+            graph.launch()
+            for m in poisoned.mismatches():
+                return str(m)
+    return ""
+
+
+@check("C24", "dispatches, launches and synchronisations of one rebuild are those specified, at every size")
+def dispatch_budget(subject: Subject) -> Iterator[str]:
+    info = registered().get(subject.case.backend)
+    budget = info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa] if info else None
+    for arm in subject.plain_arms:
+        rig = subject.rig(arm)
+        counted = {}
+        for size in rig.runner.buckets:
+            with rig.on_stream():
+                rig.load(idle_batch() if subject.case.mode == ForwardMode.IDLE else subject.some_batch(size))
+                counted[size] = count(rig.runner.rebuild, [rig.slots.seq_lens_cpu])
+        smallest = counted[min(counted)]
+        for size, counts in counted.items():
+            if replace(counts, launches=0) != replace(smallest, launches=0):
+                yield f"B={min(counted)} takes {smallest}, B={size} {counts} ({arm})"
+        yield from _over_budget(arm, smallest, budget, rig.backend.allowances.fused_launches)
+    yield Note(f"classic chain: {budget if budget is not None else 'no'} dispatches specified")
+
+
+def _over_budget(arm: Arm, counts: Any, budget: int | None, fused_launches: int) -> Iterator[str]:
+    if arm.placement is Placement.GRAPH:
+        if counts.dispatches or counts.launches or counts.syncs:
+            yield f"the host still works at replay: {counts} ({arm})"
+    elif arm.placement is Placement.GLUE:
+        if (counts.dispatches, counts.launches, counts.graphs, counts.syncs) != (0, 1, 1, 0):
+            yield f"one graph launch and nothing else was due: {counts} ({arm})"
+    elif arm.implementation is Implementation.FUSED:
+        if counts.launches > fused_launches or counts.dispatches > counts.views or counts.syncs:
+            yield f"{fused_launches} launches and no other device work were due: {counts} ({arm})"
+    elif budget is not None and counts.dispatches != budget:
+        yield f"{counts.dispatches} dispatches, specified are {budget} ({arm})"

@@ -1,0 +1,332 @@
+"""What a check looks at: one backend in one configuration, built in any arm, replayed on poisoned buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from itertools import islice, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...backends.base import AttentionBackend, AttentionConfig, tensors_of
+from ...backends.batch import BatchShape, LiveBatch, Pools, batch_sequence, idle_batch, live_batch
+from ...backends.modes import ARMS, Arm, ForwardMode, Implementation, Placement, TailPolicy
+from ...backends.oracle import Expected, HostPools
+from ...backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
+from ..agreement import host_batch, host_pools
+from ..graphs import GraphFactory
+from ..measure import attention_config, batch_shape
+from ..sample import Case
+from .poison import Mismatch, OnDevice, Poisoned, unfit
+
+COMPARED = tuple(arm for arm in ARMS if arm.implementation in (Implementation.ATEN, Implementation.FUSED))
+"""Arms that are compared unless somebody asks for others: compiling takes longer than everything else together, and a
+peer's kernel is not ours to prove."""
+
+Word = tuple[dict[str, Expected], dict[str, OnDevice]]
+"""What the oracle says of a batch, on the host and beside the metadata."""
+
+Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What one replay of one arm left behind.
+
+    Attributes:
+        number: place in the sequence.
+        bucket, live: captured and real batch size.
+        mismatches: against the oracle.
+        moved: metadata tensors that are no longer where they were at capture, or host constants that changed.
+        mutated: inputs that the rebuild changed.
+    """
+
+    number: int
+    arm: Arm
+    bucket: int
+    live: int
+    mismatches: tuple[Mismatch, ...]
+    moved: tuple[str, ...]
+    mutated: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.arm}, B={self.bucket} ({self.live} live), replay {self.number}"
+
+
+@dataclass(eq=False)
+class Subject:
+    """One backend in one configuration.
+
+    Attributes:
+        case: names, sizes and the seed; `case.bucket` is the largest captured size.
+        backend_class: what is checked.
+        pools: the engine's tables.
+        buckets: captured batch sizes.
+        device: where everything lies.
+        arms: what is compared.
+        lens, rows: dtypes of seq_lens and req_pool_indices.
+        steps: batches of each bucket's sequence; None means all.
+        thin: interpreted arms other than fused-graph replay every thin-th batch only. They run the same kernel.
+        sizes: further live batch sizes to replay, behind the sequences.
+        extra: options of one backend.
+        runner_class: what captures and replays.
+    """
+
+    case: Case
+    backend_class: type[AttentionBackend]
+    pools: Pools
+    buckets: tuple[int, ...]
+    device: torch.device
+    arms: tuple[Arm, ...] = COMPARED
+    lens: torch.dtype = torch.int64
+    rows: torch.dtype = torch.int64
+    steps: int | None = None
+    thin: int = 1
+    sizes: tuple[int, ...] = ()
+    extra: dict[str, Any] | None = None
+    runner_class: type[DecodeRunner] = DecodeRunner
+    host_pools: HostPools | None = field(default=None, init=False, repr=False)
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The captured mode."""
+        return ForwardMode(self.case.mode).captured
+
+    @property
+    def title(self) -> str:
+        """For people: enough to build it again."""
+        c = self.case
+        parts = [f"P={c.page_size}", f"C={c.max_context}", f"B={'/'.join(map(str, self.buckets))}"]
+        parts += ["swa"] if c.swa else []
+        parts += [f"N={c.draft_tokens} S={c.draft_steps} step={c.step_id}"] if c.draft_tokens else []
+        parts += [f"K={c.topk}"] if c.topk > 1 else []
+        parts += [f"{str(self.lens)[6:]} lens, {str(self.rows)[6:]} rows, seed {c.seed}"]
+        return " ".join(parts)
+
+    @property
+    def shape(self) -> BatchShape:
+        """What bounds the live batches. A request may have the whole context behind it: what drafts add comes on top,
+        and tables must have room for it."""
+        return replace(batch_shape(self.case), mode=self.mode, reserve=0)
+
+    @property
+    def config(self) -> AttentionConfig:
+        config = attention_config(self.case)
+        return replace(config, extra={**config.extra, **self.extra}) if self.extra else config
+
+    @property
+    def plain_arms(self) -> tuple[Arm, ...]:
+        """Arms whose operations can be watched: looking at compiled code switches it off."""
+        return tuple(arm for arm in self.arms if arm.implementation is not Implementation.COMPILE)
+
+    def but(self, **changes: Any) -> Subject:
+        """A copy with other attributes; nothing that was replayed is kept."""
+        return replace(self, **changes)
+
+    def backend(self, arm: Arm, tail: TailPolicy | None = None) -> AttentionBackend:
+        recorded = arm.placement is not Placement.EAGER
+        return self.backend_class(self.config, self.pools, arm.implementation, recorded=recorded, tail=tail)
+
+    def batches(self) -> Iterator[LiveBatch]:
+        """The buckets' sequences interleaved, largest first: small tables are prefixes of large ones."""
+        sequences = [
+            list(islice(batch_sequence(replace(self.shape, bucket=b), self.pools, self.case.seed + b), self.steps))
+            for b in sorted(self.buckets, reverse=True)
+        ]
+        for turn in zip_longest(*sequences):
+            for live in filter(None, turn):
+                yield live
+                if self.case.mode == ForwardMode.IDLE and live.batch_size:
+                    yield idle_batch()
+        for size in self.sizes:
+            yield self.some_batch(size, seed=size)
+
+    def some_batch(self, size: int, seed: int = 0) -> LiveBatch:
+        """A batch of `size` requests with lengths and rows of all kinds."""
+        shape, rng = self.shape, np.random.default_rng(self.case.seed + seed)
+        rows = np.resize(1 + rng.permutation(self.pools.req_to_token.shape[0] - 1), size)
+        lengths = rng.integers(shape.minimum, shape.limit + 1, size)
+        return live_batch(self.mode, lengths, rows, self.pools, shape.tokens_per_req, rng, topk=self.case.topk)
+
+    def rig(self, arm: Arm, **options: Any) -> Rig:
+        """A fresh backend and runner in one arm."""
+        return Rig(self, arm, **options)
+
+    @cached_property
+    def history(self) -> list[Replay]:
+        """Every arm's replay of every batch, arms side by side on the same inputs."""
+        rigs = {arm: self.rig(arm) for arm in self.arms}
+        tables = {name: t.clone() for name, t in tensors_of(self.pools).items()}
+        history = []
+        for number, live in enumerate(self.batches()):
+            words: dict[TailPolicy, Word] = {}
+            for arm, rig in rigs.items():
+                if number % self._thinned(arm) == 0:
+                    history.append(rig.observe(number, live, words))
+        changed = [n for n, t in tensors_of(self.pools).items() if not torch.equal(t, tables[n])]
+        if changed:
+            last = history[-1]
+            history[-1] = replace(last, mutated=(*last.mutated, *(f"pools.{name}" for name in changed)))
+        return history
+
+    def _thinned(self, arm: Arm) -> int:
+        fused_graph = arm.implementation is Implementation.FUSED and arm.placement is Placement.GRAPH
+        return 1 if arm.implementation is Implementation.ATEN or fused_graph else self.thin
+
+
+class Rig:
+    """One backend instance with a runner, captured, on a stream of its own.
+
+    Args:
+        arm: how it rebuilds.
+        buckets: captured sizes, the subject's if None.
+        tail: tail policy, the backend's own choice if None.
+        backend: an instance whose state is there already, shared with other rigs.
+        capture: False makes the runner and stops there.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        arm: Arm,
+        *,
+        buckets: Sequence[int] | None = None,
+        tail: TailPolicy | None = None,
+        backend: AttentionBackend | None = None,
+        capture: bool = True,
+    ) -> None:
+        self.subject, self.arm = subject, arm
+        self.factory = GraphFactory(subject.device)
+        with self.on_stream(), nullcontext() if backend is None else _state_kept(backend):
+            self.backend = backend or subject.backend(arm, tail)
+            self.slots = self.new_slots(buckets or subject.buckets)
+            self.runner = subject.runner_class(
+                self.backend, subject.mode, buckets or subject.buckets, self.slots, arm.placement, self.factory
+            )
+            if capture:
+                self.runner.capture()
+        captured = self.runner.buckets if capture else ()
+        self._addresses = {b: addresses(self.metadata(b)) for b in captured}
+        self._constants = {b: scalars_of(self.metadata(b)) for b in captured}
+
+    def new_slots(self, buckets: Sequence[int]) -> StaticSlots:
+        s, shape = self.subject, self.subject.shape
+        mask_context = s.case.max_context if s.case.topk > 1 else 0
+        return StaticSlots(
+            max(buckets), shape.tokens_per_req, self.backend.seq_len_fill_value, s.device,
+            lens=s.lens, rows=s.rows, mask_context=mask_context,
+        )  # fmt: skip
+
+    def on_stream(self) -> AbstractContextManager:
+        """Everything a rig does runs on the stream its graphs are launched on."""
+        return nullcontext() if self.factory.stream is None else torch.cuda.stream(self.factory.stream)
+
+    def metadata(self, bucket: int) -> Any:
+        """The object that the capture of `bucket` bound."""
+        return self.backend.metadata[self.subject.mode, bucket]
+
+    @property
+    def bound(self) -> dict[str, torch.Tensor]:
+        """Metadata tensors of the batch that is loaded."""
+        return tensors_of(self.metadata(self.runner.bucket))
+
+    def load(self, live: LiveBatch) -> StepInputs:
+        """Hand a batch to the runner."""
+        step = upload(live, self.subject.device, lens=self.subject.lens, rows=self.subject.rows)
+        self.runner.load_batch(step)
+        return step
+
+    def expected(self, step: StepInputs) -> Word:
+        """The oracle's word on the batch that is loaded."""
+        if self.subject.host_pools is None:
+            self.subject.host_pools = host_pools(self.runner)
+        word = self.backend.expected(host_batch(self.runner, step), self.subject.host_pools)
+        return word, {path: OnDevice.of(e, self.subject.device) for path, e in word.items()}
+
+    def poison(self, word: Word, salt: int) -> Poisoned:
+        """Poison every bound cell that is no preset."""
+        bound, spills = self.bound, frozenset()
+        if self.arm == Arm(Implementation.ATEN, Placement.EAGER):
+            spills = self.backend.allowances.spills
+        unusable = {m.path for m in unfit(bound, word[0]) if m.kind == "shape"}
+        return Poisoned(
+            {path: t for path, t in bound.items() if path not in unusable},
+            word[1],
+            salt,
+            spare={t.untyped_storage().data_ptr() for t in self.inputs().values()},
+            spills=spills,
+            unordered=self.backend.allowances.unordered,
+        )
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a rebuild reads and must not change: the runner's slots and the engine's tables."""
+        slots = {f"slots.{name}": t for name, t in tensors_of(vars(self.slots)).items()}
+        return slots | {f"pools.{name}": t for name, t in tensors_of(self.subject.pools).items()}
+
+    def replay(self, live: LiveBatch, salt: int) -> list[Mismatch]:
+        """Load, poison, rebuild, launch, compare."""
+        return list(self.observe(salt, live, {}).mismatches)
+
+    def observe(self, number: int, live: LiveBatch, words: dict[TailPolicy, Word]) -> Replay:
+        """The same, and what else the replay did. `words` keeps the oracle's word for arms of the same tail policy."""
+        with self.on_stream():
+            step = self.load(live)
+            if self.backend.tail not in words:
+                words[self.backend.tail] = self.expected(step)
+            word, bucket = words[self.backend.tail], self.runner.bucket
+            before = {name: t.clone() for name, t in tensors_of(vars(self.slots)).items()}
+            unusable = unfit(self.bound, word[0])
+            poisoned = self.poison(word, salt=number)
+            self.runner.rebuild()
+            self.runner.launch()
+            mismatches = unusable + poisoned.mismatches()
+            after = tensors_of(vars(self.slots))
+            mutated = tuple(f"slots.{name}" for name, t in before.items() if not torch.equal(t, after[name]))
+        return Replay(number, self.arm, bucket, live.batch_size, tuple(mismatches), tuple(self._moved(bucket)), mutated)
+
+    def _moved(self, bucket: int) -> Iterator[str]:
+        """How the metadata in use differs from what was captured."""
+        there, now = self._addresses[bucket], addresses(self.backend.forward_metadata)
+        for path in there.keys() | now.keys():
+            if there.get(path) != now.get(path):
+                yield f"{path} was {_place(there.get(path))} at capture, is {_place(now.get(path))}"
+        if self.backend.recorded:  # an eager rebuild hands its host lengths on; a graph has baked them
+            constants = scalars_of(self.backend.forward_metadata)
+            for path, value in self._constants[bucket].items():
+                if constants.get(path) != value:
+                    yield f"host constant {path} was {value} at capture, is {constants.get(path)}"
+
+
+@contextmanager
+def _state_kept(backend: AttentionBackend) -> Iterator[None]:
+    """Let another runner be built over `backend` without allocating its state anew."""
+    backend.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
+    try:
+        yield
+    finally:
+        del backend.init_cuda_graph_state
+
+
+def addresses(metadata: Any) -> dict[str, Address]:
+    """Where each metadata tensor lies and what it looks like."""
+    return {p: (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype) for p, t in tensors_of(metadata).items()}
+
+
+def _place(address: Address | None) -> str:
+    return "absent" if address is None else f"{list(address[1])} at {address[0]:#x}"
+
+
+def scalars_of(value: Any, path: str = "") -> dict[str, int | float | bool]:
+    """Every host number in a metadata object, by path."""
+    if isinstance(value, int | float):
+        return {path: value}
+    if not is_dataclass(value) or isinstance(value, type):
+        return {}
+    found: dict[str, int | float | bool] = {}
+    for f in fields(value):
+        found |= scalars_of(getattr(value, f.name), f"{path}.{f.name}" if path else f.name)
+    return found
