@@ -167,11 +167,6 @@ def marginal_us(
     return interleaved_us({"": body}, **options)[""]
 
 
-def cold_marginal_us(body: Body, *, device: torch.device | str | None = None, repeats: int = REPEATS) -> list[float]:
-    """`marginal_us` with caches flushed before each body."""
-    return marginal_us(body, device=device, cold=True, repeats=repeats)
-
-
 def interleaved_us(
     bodies: Mapping[str, Body],
     *,

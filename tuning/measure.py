@@ -106,7 +106,14 @@ class CaseMeasurer:
         return backend
 
     def _wrong(self, candidate: Candidate, backend: AttentionBackend, again: int = 0) -> Outcome | None:
-        """What is wrong with a candidate's values after one rebuild, or after `again` more; None if nothing."""
+        """What is wrong with a candidate after one rebuild, or after `again` more; None if nothing."""
+        reason = self._wrong_values(backend, again)
+        changed = self._restored()  # first of all: values are wrong too where an input was overwritten
+        if changed:
+            return Outcome(candidate, SKIPPED, "changed_inputs", f"it wrote to {', '.join(changed)}")
+        return Outcome(candidate, SKIPPED, "wrong_values", reason) if reason else None
+
+    def _wrong_values(self, backend: AttentionBackend, again: int) -> str:
         bound = tensors_of(backend.forward_metadata)
         for check in self._checks:
             check.poison(bound)
@@ -115,9 +122,8 @@ class CaseMeasurer:
                     backend.init_forward_metadata_in_graph(check.batch)
                 reason = check.first_wrong(bound)
                 if reason:
-                    return Outcome(candidate, SKIPPED, "wrong_values", reason)
-        changed = self._restored()
-        return Outcome(candidate, SKIPPED, "changed_inputs", f"it wrote to {', '.join(changed)}") if changed else None
+                    return reason
+        return ""
 
     def _restored(self) -> list[str]:
         """Inputs that are no longer what they were; they are put back for the candidates that follow."""

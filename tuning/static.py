@@ -215,6 +215,7 @@ class _NamedTarget:
 
 def _rebuild_without_storage(case: Case, candidate: Candidate) -> None:
     """A fused rebuild on meta tensors: shapes, strides and dtypes as in a bench, and no memory."""
+    from ..backends.kernels.launch import observed
     from ..backends.modes import Implementation
     from ..backends.registry import lookup
     from ..profilers.measure import attention_config
@@ -223,7 +224,8 @@ def _rebuild_without_storage(case: Case, candidate: Candidate) -> None:
     config = attention_config(case, candidate.as_dict())
     backend = lookup(case.backend).load()(config, _pools_without_storage(case), Implementation.FUSED)
     runner = padding_runner(case, backend)
-    backend.init_forward_metadata_in_graph(runner.capture_batch(case.bucket))
+    with observed(lambda run, args: run()):  # an observed launch goes through Triton, never past it
+        backend.init_forward_metadata_in_graph(runner.capture_batch(case.bucket))
 
 
 def _pools_without_storage(case: Case) -> Pools:

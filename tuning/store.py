@@ -128,7 +128,7 @@ def lookup_case(case: Case, device: str) -> Found:
     try:
         return lookup(key_of(case, device))
     except NotTunable:
-        return Found(None, DEFAULT, None, f"{case.backend} has no block sizes to choose", None)
+        return Found(None, DEFAULT, None, f"{case.backend} has no kernel that 'attn-graph tune' knows", None)
 
 
 def lookup(key: Key) -> Found:

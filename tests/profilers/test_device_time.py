@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from attn_graph.profilers.device_time import (
     EAGER_COUNTS,
     Laps,
-    cold_marginal_us,
     eager_device_us,
     interleaved_us,
     marginal_us,
@@ -118,7 +119,7 @@ def test_dispatched_time_is_that_of_one_more_body():
     assert (times.status, list(times)) == ("ok", pytest.approx([3.0] * 4))
 
 
-@pytest.mark.parametrize("measure", [marginal_us, cold_marginal_us, eager_device_us])
+@pytest.mark.parametrize("measure", [marginal_us, partial(marginal_us, cold=True), eager_device_us])
 def test_a_cpu_is_refused(measure):
     with pytest.raises(DeviceError, match="device time needs a GPU, got device cpu"):
         measure(lambda: None, device="cpu")
@@ -150,7 +151,7 @@ def test_twice_the_work_takes_twice_the_time_on_a_gpu():
 def test_cold_caches_cost_and_the_flush_is_taken_off():
     table = torch.zeros(4 * 2**20, dtype=torch.int32, device="cuda")  # 16 MiB: fits the cache, takes time without it
     out = torch.empty_like(table)
-    hot, cold = median(marginal_us(lambda: out.copy_(table))), median(cold_marginal_us(lambda: out.copy_(table)))
+    hot, cold = (median(marginal_us(lambda: out.copy_(table), cold=cold)) for cold in (False, True))
     assert 1.05 * hot < cold < 10 * hot
 
 

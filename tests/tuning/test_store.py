@@ -1,0 +1,322 @@
+"""The store on disk: what is found, what is kept, and what survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from attn_graph.profilers.sample import Case
+from attn_graph.tuning import store
+from attn_graph.tuning.store import DEFAULT, EXACT, NEIGHBOUR, Entry, Key, StoreError, describe, lookup, lookup_case
+
+KEY = Key("NVIDIA H200", "decode_metadata", 64, True, bucket=64, columns=2048, context="loguniform:1:131072")
+CONFIG = {"programs_per_row": 8, "block": 256, "num_warps": 4}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "tuned"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    return tmp_path / "tuned"
+
+
+def file_content(folder: Path) -> dict:
+    return json.loads((folder / store.FILE).read_text())
+
+
+def write(folder: Path, content: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / store.FILE
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def raw(key: Key, config: dict = CONFIG, **more) -> dict:
+    return {"key": asdict(key), "config": config, **more}
+
+
+# What is found.
+
+
+def test_what_was_saved_is_found_under_its_whole_key(folder):
+    store.save([Entry(KEY, CONFIG, {"p50_us": 1.4})])
+    found = lookup(KEY)
+    assert (found.config, found.rule, found.file) == (CONFIG, EXACT, folder / store.FILE)
+    assert describe(found) == (
+        f"Block sizes: tuned (exact) programs_per_row=8 block=256 num_warps=4, from {folder / store.FILE} under {KEY}"
+    )
+
+
+def test_another_gpu_gets_the_default_and_the_key_that_was_searched(folder):
+    store.save([Entry(KEY, CONFIG)])
+    found = lookup(replace(KEY, device="NVIDIA H100"))
+    assert (found.config, found.rule) == (None, DEFAULT)
+    line = describe(found)
+    assert line.startswith("Block sizes: default, searched NVIDIA H100, decode_metadata, decode, bucket 64")
+    assert str(folder / store.FILE) in line
+    assert line.endswith("tuned only for NVIDIA H200")
+    assert "\n" not in line
+
+
+def test_an_empty_store_says_how_to_fill_it():
+    found = lookup(KEY)
+    assert (found.config, found.rule) == (None, DEFAULT)
+    assert "run 'attn-graph tune'" in describe(found)
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 4, 8])
+def test_a_large_batch_never_gets_what_was_tuned_for_small_ones(bucket):
+    store.save([Entry(replace(KEY, bucket=bucket), CONFIG)])
+    found = lookup(replace(KEY, bucket=512))
+    assert (found.config, found.rule) == (None, DEFAULT)
+    assert f"{bucket} x 2048" in found.detail
+    assert "within 2 times" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, EXACT),
+        ({"bucket": 32}, NEIGHBOUR),
+        ({"bucket": 128}, NEIGHBOUR),
+        ({"bucket": 31}, DEFAULT),
+        ({"bucket": 129}, DEFAULT),
+        ({"columns": 1024}, NEIGHBOUR),
+        ({"columns": 4096}, NEIGHBOUR),
+        ({"columns": 1023}, DEFAULT),
+        ({"columns": 4097}, DEFAULT),
+        ({"bucket": 128, "columns": 1024}, NEIGHBOUR),
+        ({"context": "8192"}, NEIGHBOUR),
+        ({"mode": "target_verify"}, NEIGHBOUR),
+        ({"page_size": 32}, DEFAULT),
+        ({"swa": False}, DEFAULT),
+        ({"tail": "zero_tail"}, DEFAULT),
+        ({"seq_lens": "int32"}, DEFAULT),
+        ({"req_pool_indices": "int32"}, DEFAULT),
+        ({"kernel": "kv_indices"}, DEFAULT),
+    ],
+)
+def test_a_neighbour_is_near_and_of_the_same_variant(changes, rule):
+    store.save([Entry(KEY, CONFIG)])
+    found = lookup(replace(KEY, **changes))
+    assert found.rule == rule
+    assert (found.config is None) == (rule == DEFAULT)
+    if rule == NEIGHBOUR:
+        for name in changes:
+            assert f"{name} {getattr(KEY, name)}" in describe(found)
+
+
+def test_the_nearest_neighbour_wins_and_the_measured_mix_breaks_a_draw():
+    near, far = {"block": 1}, {"block": 2}
+    store.save([Entry(replace(KEY, bucket=32), far), Entry(replace(KEY, bucket=96), near)])
+    assert lookup(replace(KEY, bucket=64)).config == near
+    store.save([Entry(replace(KEY, bucket=96, context="8192"), {"block": 3})])
+    assert lookup(replace(KEY, bucket=80)).config == near
+    assert lookup(replace(KEY, bucket=80, context="8192")).config == {"block": 3}
+
+
+def test_a_shipped_table_is_used_where_the_user_has_nothing_and_never_written(tmp_path):
+    (tmp_path / "shipped").mkdir()
+    table = tmp_path / "shipped" / "h200.json"
+    table.write_text(json.dumps({"schema": store.SCHEMA, "entries": [raw(KEY, {"block": 1})]}))
+    before = table.read_bytes()
+    assert (lookup(KEY).config, lookup(KEY).file) == ({"block": 1}, table)
+    store.save([Entry(replace(KEY, bucket=32), {"block": 2})])
+    assert lookup(KEY).config == {"block": 1}, "exact in a shipped table beats the user's neighbour"
+    store.save([Entry(KEY, {"block": 3})])
+    assert lookup(KEY).config == {"block": 3}, "the user's own is first"
+    assert table.read_bytes() == before
+
+
+def test_a_case_is_looked_up_by_its_own_shape_and_a_backend_without_block_sizes_is_no_error():
+    store.save([Entry(KEY, CONFIG)])
+    case = Case("trtllm_mha", "decode", 60, 64, "loguniform:1:131072", 64, 131072, swa=True)
+    assert lookup_case(case, "NVIDIA H200").config == CONFIG
+    other = lookup_case(replace(case, backend="something"), "NVIDIA H200")
+    assert (other.config, other.rule) == (None, DEFAULT)
+    assert "something" in describe(other)
+
+
+# What is kept.
+
+
+def test_saving_again_replaces_only_the_same_key():
+    store.save([Entry(KEY, CONFIG), Entry(replace(KEY, bucket=8), {"block": 1})])
+    store.save([Entry(KEY, {"block": 2})])
+    assert lookup(KEY).config == {"block": 2}
+    assert lookup(replace(KEY, bucket=8)).config == {"block": 1}
+    assert len(store.saved_entries()[0]) == 2
+
+
+def test_unknown_fields_and_entries_of_newer_versions_are_kept_and_not_used(folder):
+    newer = {"key": {**asdict(KEY), "tp": 8}, "config": {"block": 7}, "why": "tuned over ranks"}
+    odd = [newer, "not an entry", {"key": 3}, raw(replace(KEY, bucket=0)), raw(replace(KEY, bucket=2), {"block": "x"})]
+    write(folder, {"schema": store.SCHEMA, "owner": "me", "entries": [*odd, raw(KEY, note="by hand")]})
+    store.save([Entry(KEY, {"block": 2}, {"p50_us": 1.0})])
+    content = file_content(folder)
+    assert content["owner"] == "me"
+    assert content["entries"][:5] == odd
+    assert content["entries"][5] == {**raw(KEY, {"block": 2}), "note": "by hand", "p50_us": 1.0}
+    assert lookup(KEY).config == {"block": 2}
+    assert [entry.key for _, entry in store.saved_entries()[0]] == [KEY]
+
+
+def test_entries_of_another_gpu_are_kept(folder):
+    store.save([Entry(replace(KEY, device="AMD Instinct MI300X"), {"block": 1})])
+    store.save([Entry(KEY, CONFIG)])
+    assert {e["key"]["device"] for e in file_content(folder)["entries"]} == {"AMD Instinct MI300X", "NVIDIA H200"}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"entries": [raw(KEY)]}, "no schema version"),
+        ({"schema": 99, "entries": [raw(KEY)]}, "schema version 99"),
+        ('{"schema": 1, "entries": [{"key"', "not valid JSON"),
+        ([1, 2], "no table of tuned block sizes"),
+        ({"schema": store.SCHEMA, "entries": 3}, "no table of tuned block sizes"),
+    ],
+)
+def test_an_unusable_file_is_ignored_with_a_note_and_healed_by_the_next_save(folder, content, problem):
+    path = write(folder, content)
+    before = path.read_bytes()
+    found = lookup(KEY)
+    assert (found.config, found.rule) == (None, DEFAULT)
+    assert problem in describe(found)
+    assert problem in store.saved_entries()[1][0]
+    assert path.read_bytes() == before, "looking does not change it"
+    (note,) = store.save([Entry(KEY, CONFIG)])
+    assert problem in note
+    assert lookup(KEY).config == CONFIG
+    assert (folder / "tuned.aside-1.json").read_bytes() == before
+    assert store.save([Entry(KEY, CONFIG)]) == []
+
+
+def test_clearing_renames_and_every_older_file_stays(folder):
+    assert "nothing is stored" in store.clear()
+    for _ in range(2):
+        store.save([Entry(KEY, CONFIG)])
+        assert "it is now" in store.clear()
+        assert lookup(KEY).rule == DEFAULT
+    assert [p.name for p in sorted(folder.glob("tuned.aside-*"))] == ["tuned.aside-1.json", "tuned.aside-2.json"]
+
+
+# What survives.
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from attn_graph.tuning import store
+from attn_graph.tuning.store import Entry, Key
+number, gate, locked = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "locked"
+replace = store._replace
+store._replace = lambda *a: (time.sleep(0.05), replace(*a))  # so that the others read meanwhile
+if not locked:
+    from contextlib import nullcontext
+    store._locked = lambda path: (path.parent.mkdir(exist_ok=True, parents=True), nullcontext())[1]
+while not gate.exists():
+    time.sleep(0.005)
+for bucket in range(1, 4):
+    try:
+        store.save([Entry(Key("GPU", "kernel", 64, False, bucket=100 * number + bucket, columns=1), {"block": number})])
+    except OSError:
+        pass
+"""
+
+
+def keys_after_writers_at_once(gate: Path, n: int, mode: str) -> int:
+    """How many of their 3 * n keys can be found afterwards; none where they broke the file."""
+    command = [sys.executable, "-c", WRITER]
+    writers = [subprocess.Popen([*command, str(i), str(gate), mode], stderr=subprocess.DEVNULL) for i in range(n)]
+    time.sleep(0.5)
+    gate.touch()
+    assert [writer.wait(60) for writer in writers] == [0] * n
+    return len(store.saved_entries()[0])
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    assert keys_after_writers_at_once(tmp_path / "gate", 8, "locked") == 8 * 3
+
+
+def test_without_the_lock_the_same_writers_lose_entries(tmp_path):
+    assert keys_after_writers_at_once(tmp_path / "gate", 4, "unlocked") < 4 * 3
+
+
+KILLED = """
+import json, sys, time
+from attn_graph.tuning import store
+from attn_graph.tuning.store import Entry, Key
+def half(content, file, **options):
+    text = json.dumps(content)
+    file.write(text[: len(text) // 2])
+    file.flush()
+    print("half written", flush=True)
+    time.sleep(60)
+store.json.dump = half
+store.save([Entry(Key("GPU", "kernel", 64, False), {"block": 1})])
+"""
+
+
+def test_a_writer_killed_in_mid_write_leaves_the_old_file_and_no_lock(folder):
+    store.save([Entry(KEY, CONFIG)])
+    before = (folder / store.FILE).read_bytes()
+    writer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "half written\n"
+    assert lookup(KEY).config == CONFIG, "readers do not wait"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    assert (folder / store.FILE).read_bytes() == before
+    store.save([Entry(replace(KEY, bucket=8), {"block": 1})])
+    assert {entry.key.bucket for _, entry in store.saved_entries()[0]} == {8, 64}
+    assert sorted(p.name for p in folder.iterdir()) == ["tuned.json", "tuned.json.lock"]
+
+
+def test_a_lock_that_is_never_released_is_named(monkeypatch, folder):
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.2)
+    folder.mkdir()
+    code = (
+        "import sys, time; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); "
+        "print('held', flush=True); time.sleep(60)"
+    )
+    lock = str(folder / "tuned.json.lock")
+    holder = subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE, text=True)
+    try:
+        holder.stdout.readline()
+        with pytest.raises(StoreError, match=r"tuned\.json\.lock has been held by another process for 0\.2 s"):
+            store.save([Entry(KEY, CONFIG)])
+    finally:
+        holder.kill()
+        holder.wait()
+    store.save([Entry(KEY, CONFIG)])
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "file" / "tuned"))
+    for attempt in (store.check_writable, lambda: store.save([Entry(KEY, CONFIG)])):
+        with pytest.raises(StoreError, match=r"cannot write tuned block sizes to .*file/tuned.*ATTN_GRAPH_TUNED_DIR"):
+            attempt()
+    assert lookup(KEY).rule == DEFAULT
+
+
+def test_without_a_home_directory_saving_is_refused_and_looking_is_not(monkeypatch, tmp_path):
+    monkeypatch.delenv(store.FOLDER_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("platformdirs.user_config_path", lambda *a, **k: Path("~/.config/attn-graph"))
+    assert lookup(KEY).rule == DEFAULT
+    with pytest.raises(StoreError, match="there is no home directory"):
+        store.check_writable()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_users_configuration_folder_is_the_default(monkeypatch, tmp_path):
+    monkeypatch.delenv(store.FOLDER_VARIABLE)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert store.check_writable() == tmp_path / "config" / "attn-graph" / store.FILE
