@@ -70,18 +70,8 @@ def attn_graph(
         typer.echo(f"Note: the home directory cannot be written; caches go to {caches}", err=True)
 
 
-def _register(names: Sequence[str]) -> None:
-    for name in names:
-        try:
-            module = import_module(f".{name}", __package__)
-        except ModuleNotFoundError as error:
-            if error.name != f"{__package__}.{name}":
-                raise
-            continue
-        app.command(name)(getattr(module, name))
-
-
-_register(COMMANDS)
+for _name in COMMANDS:
+    app.command(_name)(getattr(import_module(f".{_name}", __package__), _name))
 
 
 def run(arguments: Sequence[str]) -> int:

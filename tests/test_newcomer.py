@@ -90,7 +90,6 @@ def test_the_console_script_answers(environment, tmp_path):
     assert "trtllm_mha" in [entry["name"] for entry in listed]
 
 
-@pytest.mark.skipif(not (ROOT / "cli" / "bench.py").exists(), reason="no bench yet")
 def test_a_tiny_bench_leaves_its_results_in_the_chosen_folder_and_nothing_else(environment, tmp_path):
     out = tmp_path / "results"
     run(environment / "attn-graph", "bench", *TINY_BENCH.split(), "--out", out, cwd=tmp_path)
