@@ -234,14 +234,24 @@ def live_batch(
     rng: np.random.Generator,
     *,
     topk: int = 0,
+    draft_steps: int = 0,
+    page_size: int = 1,
 ) -> LiveBatch:
     """A batch over given rows, with write slots taken from the table where the mode writes its tokens.
 
     `lengths` follow the mode's own meaning of seq_lens: decode includes the token being decoded, draft decode and
-    verify do not include the draft tokens, draft extend includes them. Verify with topk > 1 gets a random tree.
+    verify do not include the draft tokens, draft extend includes them. Verify with topk > 1 gets a random tree. Draft
+    decode with topk > 1 gets the slots of all `draft_steps`, as engines pass them: [b, K, S], steps innermost.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     rows = np.asarray(rows, dtype=np.int64)
+    if mode is ForwardMode.DRAFT_DECODE and topk > 1 and draft_steps:
+        columns = draft_columns(lengths, topk, draft_steps, page_size)
+        there = pools.req_to_token.device
+        slots = pools.req_to_token[
+            torch.from_numpy(np.repeat(rows, topk * draft_steps)).to(there), torch.from_numpy(columns.ravel()).to(there)
+        ]
+        return LiveBatch(mode, rows, lengths, slots.cpu().numpy().astype(np.int64), np.repeat(lengths, topk))
     first = lengths.copy()
     if mode is ForwardMode.DECODE:
         first -= 1
@@ -258,6 +268,25 @@ def live_batch(
     if mode is ForwardMode.TARGET_VERIFY:
         return _with_tree(live, tokens_per_req, max(topk, 1), rng)
     return live
+
+
+def draft_columns(lengths: np.ndarray, topk: int, draft_steps: int, page_size: int) -> np.ndarray:
+    """[b, K, S] columns of req_to_token that hold the draft tokens of each branch and step.
+
+    With pages, a branch owns whole pages behind the prefix, whose first slots repeat the prefix's partial page.
+    """
+    branch, step = np.arange(topk)[:, None], np.arange(draft_steps)
+    partial = lengths % page_size
+    stride = np.full_like(lengths, draft_steps)
+    if page_size > 1:
+        stride = -(-(partial + draft_steps) // page_size) * page_size
+    return lengths[:, None, None] + branch * stride[:, None, None] + step
+
+
+def draft_room(topk: int, draft_steps: int, page_size: int) -> int:
+    """Columns behind the longest prefix that `draft_columns` may reach."""
+    worst = np.arange(page_size)
+    return int((draft_columns(worst, topk, draft_steps, page_size) - worst[:, None, None]).max()) + 1
 
 
 def _with_tree(live: LiveBatch, n: int, topk: int, rng: np.random.Generator) -> LiveBatch:
@@ -306,7 +335,8 @@ class BatchShape:
         tokens_per_req: written tokens per request and step.
         reserve: tokens the mode adds on top of seq_lens; lengths stay within max_context - reserve.
         minimum: smallest legal seq_lens (draft extend counts its own tokens).
-        topk: branches of the draft tree, for verify.
+        topk: branches of the draft tree, for verify and draft decode.
+        draft_steps: steps whose slots a draft decode with topk > 1 brings.
     """
 
     mode: ForwardMode
@@ -317,6 +347,7 @@ class BatchShape:
     reserve: int = 0
     minimum: int = 1
     topk: int = 0
+    draft_steps: int = 0
 
     @property
     def limit(self) -> int:
@@ -342,7 +373,17 @@ def batch_sequence(shape: BatchShape, pools: Pools, seed: int) -> Iterator[LiveB
 
     def make(lengths: np.ndarray, rows: np.ndarray | None = None) -> LiveBatch:
         rows = np.resize(rows_of(len(lengths)), len(lengths)) if rows is None else rows
-        return live_batch(shape.mode, lengths, rows, pools, shape.tokens_per_req, rng, topk=shape.topk)
+        return live_batch(
+            shape.mode,
+            lengths,
+            rows,
+            pools,
+            shape.tokens_per_req,
+            rng,
+            topk=shape.topk,
+            draft_steps=shape.draft_steps,
+            page_size=shape.page_size,
+        )
 
     full, short = shape.bucket, max(shape.minimum, min(shape.limit, shape.page_size))
     yield make(np.resize(edges, full))

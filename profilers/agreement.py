@@ -36,7 +36,7 @@ def host_batch(runner: DecodeRunner, step: StepInputs) -> HostBatch:
         mode=str(runner.mode),
         req_pool_indices=_host(s.req_pool_indices[:b]),
         seq_lens=_host(s.seq_lens[:b]),
-        out_cache_loc=_host(s.out_cache_loc[: b * t]),
+        out_cache_loc=_host(s.out_cache_loc[: b * s.slots_per_req]),
         tokens_per_req=t,
         num_accept_tokens=_host(s.num_accept_tokens[:b]),
         positions=_host(s.positions[: b * t]),

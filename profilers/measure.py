@@ -20,6 +20,7 @@ from ..backends.batch import (
     LiveBatch,
     Pools,
     context_lengths,
+    draft_room,
     idle_batch,
     live_batch,
     make_pools,
@@ -37,7 +38,7 @@ from .graphs import CaptureError, GraphFactory
 from .nvtx_ranges import StepRanges
 from .ranks import RankContext
 from .sample import Case, Sample
-from .shapes import added_tokens, batch_limits, tokens_per_request
+from .shapes import added_tokens, batch_limits, slots_per_token, tokens_per_request
 
 DISTINCT_BATCHES = 16
 """Live batches that the steps cycle through; lengths grow by a token each, so page edges are crossed."""
@@ -132,12 +133,14 @@ def batch_shape(case: Case) -> BatchShape:
         reserve=added_tokens(case),
         minimum=minimum,
         topk=case.topk,
+        draft_steps=case.draft_steps,
     )
 
 
 def case_pools(case: Case, device: torch.device | str) -> Pools:
     """The tables of a case: a row for each request, wide enough for the context and what drafts add."""
-    width = case.max_context + max(case.draft_tokens, case.draft_steps) + 4
+    branches = draft_room(case.topk, case.draft_steps, case.page_size) if case.topk > 1 else 0
+    width = case.max_context + max(case.draft_tokens, case.draft_steps, branches) + 4
     return make_pools(
         rows=case.bucket + 1,
         width=width,
@@ -164,6 +167,8 @@ def case_batches(case: Case, pools: Pools) -> list[LiveBatch]:
             shape.tokens_per_req,
             rng,
             topk=case.topk,
+            draft_steps=case.draft_steps,
+            page_size=case.page_size,
         )
         for i in range(DISTINCT_BATCHES)
     ]
@@ -183,6 +188,7 @@ class CaseBench:
             lookup(case.backend).load().seq_len_fill_value,
             device,
             mask_context=case.max_context if case.topk > 1 else 0,
+            slots_per_token=slots_per_token(case),
         )
         self._factory = factory
         self._body = DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device)

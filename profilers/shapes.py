@@ -12,8 +12,15 @@ GRAPH_NODES = {"typical": 500, "large": 2876}
 def tokens_per_request(case: Case) -> int:
     """Query tokens of one request in one step."""
     mode = ForwardMode(case.mode)
+    if mode is ForwardMode.DRAFT_DECODE:
+        return max(case.topk, 1)
     extend = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
     return case.draft_tokens if extend or mode is ForwardMode.TARGET_VERIFY else 1
+
+
+def slots_per_token(case: Case) -> int:
+    """Write slots of one query token: a drafting tree brings those of all its steps at once."""
+    return case.draft_steps if ForwardMode(case.mode) is ForwardMode.DRAFT_DECODE and case.topk > 1 else 1
 
 
 def added_tokens(case: Case) -> int:

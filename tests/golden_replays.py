@@ -101,11 +101,11 @@ class Golden:
         )
 
     def live(self, i: int, step_id: int = 0) -> LiveBatch:
-        """The scheduler's batch of replay i; in draft decode the write slots of one step."""
+        """The scheduler's batch of replay i; in draft decode of a chain the write slots of one step, else of all."""
         given = self._group(f"r{i}/in/")
         idle = not len(given["seq_lens"])
         slots = given["out_cache_loc"]
-        if self.mode is ForwardMode.DRAFT_DECODE:
+        if self.mode is ForwardMode.DRAFT_DECODE and self.config["K"] <= 1:
             slots = slots.reshape(-1, self.config["S"])[:, step_id].copy()
         return LiveBatch(
             mode=ForwardMode.IDLE if idle else self.mode,
@@ -117,6 +117,7 @@ class Golden:
             custom_mask=given.get("custom_mask"),
             retrieve_next_token=given.get("retrieve_next_token"),
             retrieve_next_sibling=given.get("retrieve_next_sibling"),
+            encoder_lens=given.get("encoder_lens"),
         )
 
     def host(self, i: int) -> dict:
@@ -140,6 +141,8 @@ class Golden:
             lens=getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch.")),
             max_bs=max_bs,
             mask_context=c["C"] if c["mask"] else 0,
+            encoder_fill=c["extra"]["encoder_fill"] if c["encoder"] else None,
+            slots_per_token=c["S"] if self.mode is ForwardMode.DRAFT_DECODE and c["K"] > 1 else 1,
         )
 
     def replays(self, backend_class, arm: Arm, step_id: int = 0, **extra) -> Iterator[Replayed]:

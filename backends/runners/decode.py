@@ -80,6 +80,7 @@ class StaticSlots:
         lens, rows: dtypes of seq_lens and req_pool_indices, int32 or int64.
         mask_context: longest context of a tree mask, in tokens; 0 without a mask (topk of at most 1).
         encoder_fill: encoder_lens at start, or None without an encoder; its padding keeps the last content.
+        slots_per_token: write slots for each token; S where a draft decode brings those of all steps.
     """
 
     def __init__(
@@ -93,13 +94,15 @@ class StaticSlots:
         rows: torch.dtype = torch.int64,
         mask_context: int = 0,
         encoder_fill: int | None = None,
+        slots_per_token: int = 1,
     ) -> None:
         tokens = max_bs * tokens_per_req
         self.tokens_per_req, self.fill_value = tokens_per_req, fill
         self.req_pool_indices = torch.zeros(max_bs, dtype=rows, device=device)
         self.seq_lens = torch.full((max_bs,), fill, dtype=lens, device=device)
         self.seq_lens_cpu = torch.full((max_bs,), fill, dtype=lens)
-        self.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.slots_per_req = tokens_per_req * slots_per_token
+        self.out_cache_loc = torch.zeros(max_bs * self.slots_per_req, dtype=torch.int64, device=device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.num_accept_tokens = torch.full((max_bs,), tokens_per_req, dtype=torch.int32, device=device)
         self.extend_seq_lens = torch.full((max_bs,), tokens_per_req, dtype=torch.int32, device=device)
@@ -126,9 +129,12 @@ class StaticSlots:
         ):
             slot[:b].copy_(live)
             slot[b:bucket].fill_(pad)
-        for slot, live in ((self.out_cache_loc, step.out_cache_loc), (self.positions, step.positions)):
-            slot[: b * t].copy_(live)
-            slot[b * t : bucket * t].zero_()
+        for slot, live, n in (
+            (self.out_cache_loc, step.out_cache_loc, self.slots_per_req),
+            (self.positions, step.positions, t),
+        ):
+            slot[: b * n].copy_(live)
+            slot[b * n : bucket * n].zero_()
         self.num_token_non_padded.fill_(b * t)
         if step.num_accept_tokens is not None:
             self.num_accept_tokens[:b].copy_(step.num_accept_tokens)
@@ -197,7 +203,7 @@ class DecodeRunner:
             self.slots.seq_lens[:bucket].fill_(self.slots.fill_value)
             self.slots.seq_lens_cpu[:bucket].fill_(self.slots.fill_value)
             self.slots.req_pool_indices[:bucket].zero_()
-            self.slots.out_cache_loc[: bucket * self.slots.tokens_per_req].zero_()
+            self.slots.out_cache_loc[: bucket * self.slots.slots_per_req].zero_()
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
             if self.placement is Placement.GLUE:
                 self.glue[bucket] = self._captured(lambda fb=batch: self._hook(fb))
@@ -257,7 +263,7 @@ class DecodeRunner:
             req_pool_indices=s.req_pool_indices[:bucket],
             seq_lens=s.seq_lens[:bucket],
             seq_lens_cpu=s.seq_lens_cpu[:bucket],
-            out_cache_loc=s.out_cache_loc[: bucket * t] if step is None else step.out_cache_loc,
+            out_cache_loc=s.out_cache_loc[: bucket * s.slots_per_req] if step is None else step.out_cache_loc,
             positions=s.positions[: bucket * t],
             seq_lens_sum=int(s.seq_lens_cpu[:bucket].sum()),
             encoder_lens=None if s.encoder_lens is None else s.encoder_lens[:bucket],

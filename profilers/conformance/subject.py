@@ -21,6 +21,7 @@ from ..agreement import host_batch, host_pools
 from ..graphs import GraphFactory
 from ..measure import attention_config, batch_shape
 from ..sample import Case
+from ..shapes import slots_per_token
 from .poison import Mismatch, OnDevice, Poisoned, unfit
 
 COMPARED = tuple(arm for arm in ARMS if arm.implementation in (Implementation.ATEN, Implementation.FUSED))
@@ -150,7 +151,10 @@ class Subject:
         shape, rng = self.shape, np.random.default_rng(self.case.seed + seed)
         rows = np.resize(1 + rng.permutation(self.pools.req_to_token.shape[0] - 1), size)
         lengths = rng.integers(shape.minimum, shape.limit + 1, size)
-        return live_batch(self.mode, lengths, rows, self.pools, shape.tokens_per_req, rng, topk=self.case.topk)
+        return live_batch(
+            self.mode, lengths, rows, self.pools, shape.tokens_per_req, rng,
+            topk=shape.topk, draft_steps=shape.draft_steps, page_size=shape.page_size,
+        )  # fmt: skip
 
     def rig(self, arm: Arm, **options: Any) -> Rig:
         """A fresh backend and runner in one arm."""
@@ -218,7 +222,7 @@ class Rig:
         mask_context = s.case.max_context if s.case.topk > 1 else 0
         return StaticSlots(
             max(buckets), shape.tokens_per_req, self.backend.seq_len_fill_value, s.device,
-            lens=s.lens, rows=s.rows, mask_context=mask_context,
+            lens=s.lens, rows=s.rows, mask_context=mask_context, slots_per_token=slots_per_token(s.case),
         )  # fmt: skip
 
     def on_stream(self) -> AbstractContextManager:
