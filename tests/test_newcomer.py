@@ -6,6 +6,7 @@ The new environment borrows torch and the rest from the one that runs the tests;
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cli", "backends", "profilers", "tuning")
 TINY_BENCH = (
-    "--device cpu --bs 2 --context 64 --page-size 16 --max-context 128 --steps 3 --warmup 1 --tp 1 --graph-nodes 3"
+    "--arm aten-eager,fused-graph --device cpu --bs 2 --context 64 --page-size 16 --max-context 128 --steps 3 "
+    "--warmup 1 --tp 1 --graph-nodes 3"
 )
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess:
-    ended = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    ended = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
 
@@ -90,11 +94,15 @@ def test_the_console_script_answers(environment, tmp_path):
     assert "trtllm_mha" in [entry["name"] for entry in listed]
 
 
-def test_a_tiny_bench_leaves_its_results_in_the_chosen_folder_and_nothing_else(environment, tmp_path):
-    out = tmp_path / "results"
-    run(environment / "attn-graph", "bench", *TINY_BENCH.split(), "--out", out, cwd=tmp_path)
-    for name in ("samples.csv.gz", "summary.csv", "environment.json"):
-        assert (out / name).stat().st_size > 0
-    saved = json.loads((out / "environment.json").read_text())
+def test_a_tiny_bench_without_a_home_writes_to_the_chosen_folder_and_the_cache_it_names(environment, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    variables = os.environ | {"HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
+    variables.pop("TRITON_INTERPRET", None)
+    command = (environment / "attn-graph", "bench", *TINY_BENCH.split(), "--out", "results")
+    ended = run(*command, cwd=tmp_path, env=variables)
+    for name in ("samples.csv.gz", "summary.csv", "environment.json", "report.html"):
+        assert (tmp_path / "results" / name).stat().st_size > 0
+    saved = json.loads((tmp_path / "results" / "environment.json").read_text())
     assert saved["device"].startswith("cpu") and saved["git_commit"] == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+    assert str(tmp_path / "tmp" / "attn-graph-") in ended.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"results", "tmp"}
