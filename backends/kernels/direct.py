@@ -54,7 +54,7 @@ class Variant:
         cells = [_cell(kind) for kind in self.kinds]
         scratch = [ctypes.c_uint64(0) for _ in range(self.scratch)]
         array = (ctypes.c_void_p * (len(cells) + self.scratch))(*map(ctypes.addressof, cells + scratch))
-        array.keep = scratch  # the driver reads through their addresses
+        array.cells = cells + scratch  # the driver reads through their addresses: they must live as long as the array
         return cells, array
 
     def launch(self, grid: tuple[int, int, int], parameters: Any, stream: int) -> None:
