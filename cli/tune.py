@@ -109,6 +109,7 @@ def tune(
 
 @contextmanager
 def _errors_explained() -> Iterator[None]:
+    from ..tuning.child import ChildDied, ChildTimeout
     from ..tuning.log import LogError
     from ..tuning.space import NotTunable
     from ..tuning.static import TargetError
@@ -118,6 +119,10 @@ def _errors_explained() -> Iterator[None]:
         yield
     except (LogError, NotTunable, StoreError, TargetError) as error:
         raise CliError(str(error)) from error
+    except (ChildDied, ChildTimeout) as error:
+        raise CliError(
+            f"the measuring process did not get a case ready: {error}. Try a smaller --max-context"
+        ) from error
 
 
 # What to tune, where and how.
@@ -230,7 +235,7 @@ def _tune(
         if not as_json:
             for report in reports:
                 print_report(report)
-            if file is not None and reports:
+            if any(report.key for report in reports):
                 typer.echo(f"Stored in {file}")
     if where.is_cuda:
         return _finish({"device": where.title, "file": str(file)}, reports, as_json)

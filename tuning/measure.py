@@ -20,7 +20,7 @@ from ..backends.oracle import Expected
 from ..backends.registry import lookup
 from ..backends.runners.decode import DecodeRunner, StaticSlots, upload
 from ..profilers.agreement import Disagreement, host_batch, host_pools, poison_value
-from ..profilers.device_time import Timer, interleaved_us
+from ..profilers.device_time import GpuTimer, Timer, interleaved_us
 from ..profilers.measure import attention_config, batch_shape, case_pools
 from ..profilers.sample import Case
 from .outcome import SKIPPED, Finals, Outcome, timed
@@ -49,9 +49,9 @@ class CaseMeasurer:
 
     Args:
         case: what to measure, with full batches of `bucket` requests.
-        device: where. Without a GPU values are checked and nothing is timed.
+        device: where. Values are checked on any.
         backend: class to build instead of the registered one.
-        timer: instead of the device's own.
+        timer: what times; None on a GPU makes one for each candidate, elsewhere nothing is timed.
     """
 
     def __init__(
@@ -262,13 +262,15 @@ class DeviceBench:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._measurer: CaseMeasurer | None = None
+        self._timer: GpuTimer | None = None
         torch.set_num_threads(1)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # Triton launches on the current device, not on its arguments'
+            self._timer = GpuTimer(self._device)
 
     def prepare(self, case: Case) -> None:
         self._measurer = None  # its tables first, then room for the next
-        self._measurer = CaseMeasurer(case, self._device)
+        self._measurer = CaseMeasurer(case, self._device, timer=self._timer)
 
     def rough(self, candidate: Candidate) -> Outcome:
         return self._measurer.rough(candidate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,9 @@ from .outcome import OK, Outcome
 from .space import Candidate, candidates, key_of
 from .static import Compiled, Compilers, Target
 from .tuner import Search, Tuned, tune
+
+COMPILE_SHARE = 0.5
+"""Of a time budget, for compiling beforehand."""
 
 Listen = Callable[[str, Outcome], None]
 """Called with ``compiled`` or ``measured`` and what came of a candidate."""
@@ -80,9 +84,9 @@ class Session:
             ConfigError: the case cannot be built.
             StoreError: the choice cannot be saved.
         """
-        started = time.monotonic()
+        ends = time.monotonic() + budget_s
         space = candidates(case, self._warp_size)
-        compiled = self._compiled(case, space)
+        compiled = self._compiled(case, space, time.monotonic() + COMPILE_SHARE * budget_s)
         # The default runs today, whatever a compiler thinks of it, so it is measured in any case.
         out = {c: found.outcome for c, found in compiled.items() if found.outcome.status != OK and c != space[0]}
         self._bench.prepare(case)
@@ -91,7 +95,7 @@ class Session:
             self._bench,
             search=self._search,
             seed=self._seed,
-            budget_s=max(0.0, budget_s - (time.monotonic() - started)),
+            budget_s=max(0.0, ends - time.monotonic()),
             pruned=out,
             listen=lambda outcome: self._measured(case, outcome),
         )
@@ -102,12 +106,18 @@ class Session:
         notes = store.save([entry])
         return Report(case, space, tuned, compiled, entry.key, (*tuned.notes, *notes))
 
-    def _compiled(self, case: Case, space: list[Candidate]) -> dict[Candidate, Compiled]:
-        found = {}
-        for compiled in self._compilers.survey(case, space) if self._compilers else ():
-            self._log.compiled(case, compiled)
-            self._listen("compiled", compiled.outcome)
-            found[compiled.outcome.candidate] = compiled
+    def _compiled(self, case: Case, space: list[Candidate], deadline: float) -> dict[Candidate, Compiled]:
+        """What could be compiled by `deadline`. The rest is compiled when it is measured, one by one."""
+        found: dict[Candidate, Compiled] = {}
+        if self._compilers is None:
+            return found
+        with closing(self._compilers.survey(case, space)) as survey:
+            for compiled in survey:
+                self._log.compiled(case, compiled)
+                self._listen("compiled", compiled.outcome)
+                found[compiled.outcome.candidate] = compiled
+                if time.monotonic() >= deadline:
+                    break
         return found
 
     def _measured(self, case: Case, outcome: Outcome) -> None:

@@ -123,7 +123,7 @@ class Compilers:
         try:
             yield from threads.map(compile_one, candidates)
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(cancel_futures=True)  # waits for what is being compiled: the processes are used again
 
     def close(self) -> None:
         for worker in self._workers:

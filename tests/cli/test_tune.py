@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from attn_graph.cli.tune import _cases
 from attn_graph.profilers.sample import Case
 from attn_graph.tuning import store
 from attn_graph.tuning.log import COLUMNS, Log
@@ -146,6 +147,22 @@ def test_what_cannot_work_is_refused_in_one_line(tune, arguments, said):
     assert ended.code == 2
     assert len(ended.err.splitlines()) == 1
     assert said in ended.err
+
+
+def test_batch_sizes_of_one_bucket_are_tuned_once():
+    cases = _cases("trtllm_mha", ",".join(map(str, range(1, 65))), "loguniform", "64", "131072", False, "cuda", 0)
+    buckets = [case.bucket for case in cases]
+    assert len(buckets) == len(set(buckets)) < 64
+    assert {case.bs for case in cases} == set(buckets)
+    assert {case.context for case in cases} == {"loguniform:1:131072"}
+
+
+def test_without_a_home_directory_the_store_is_in_a_folder_that_is_named(cli, tmp_path):
+    gone = {"HOME": str(tmp_path / "gone"), "XDG_CONFIG_HOME": None, "TMPDIR": str(tmp_path)}
+    ended = cli("tune", "--show", env=gone | {store.FOLDER_VARIABLE: None})
+    assert ended.code == 0
+    assert "home directory cannot be written" in ended.err
+    assert f"Nothing is tuned: {tmp_path}/" in ended.out
 
 
 @pytest.mark.gpu
