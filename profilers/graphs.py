@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -64,9 +65,14 @@ class CudaGraph:
                     after_warmup()
             torch.cuda.synchronize()
             try:
-                with torch.cuda.graph(
-                    self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                with (
+                    warnings.catch_warnings(),
+                    torch.cuda.graph(
+                        self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                    ),
                 ):
+                    # An eager arm without a body has nothing to record, and that is what it measures.
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                     body()
             except RuntimeError as error:
                 torch.cuda.synchronize()
