@@ -262,6 +262,7 @@ def _as_glue(subject: Subject, arm: Arm) -> str:
 def dispatch_budget(subject: Subject) -> Iterator[str]:
     info = registered().get(subject.case.backend)
     budget = info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa] if info else None
+    subject = subject.but(lens=torch.int32)  # the specified counts are those of int32 lengths, which need no cast
     for arm in subject.plain_arms:
         rig = subject.rig(arm)
         counted = {}

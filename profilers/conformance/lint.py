@@ -53,6 +53,9 @@ DATA_SHAPES = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_se
 STREAMS = {"synchronize", "wait_stream", "wait_event", "record_event", "record_stream", "Stream", "Event"}
 RANDOM = {"rand", "randn", "randint", "randperm", "manual_seed", "bernoulli_", "uniform_", "normal_", "random_"}
 
+LAUNCHERS = ("attn_graph.backends.kernels.launch", "attn_graph.backends.kernels.direct")
+"""How a launch is put on the stream is not the hook's business."""
+
 UNKNOWN = object()
 TENSOR = object()
 """Stands for a tensor that only exists while the hook runs."""
@@ -94,7 +97,10 @@ class _Reader(ast.NodeVisitor):
             base = self.value(node.value)
             if base is TENSOR:
                 return TENSOR if node.attr in ("T", "mT", "data") else UNKNOWN
-            return UNKNOWN if base is UNKNOWN else getattr(base, node.attr, UNKNOWN)
+            try:
+                return UNKNOWN if base is UNKNOWN else getattr(base, node.attr, UNKNOWN)
+            except Exception:  # a proxy, of a driver say, that has nothing behind it on this machine
+                return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super" and "__class__" in self._names:
@@ -242,7 +248,8 @@ def read_hook(backend: AttentionBackend, batch: Any) -> dict[str, list[str]]:
     done: set[FunctionType] = set()
     while pending:
         function, names = pending.pop()
-        if function in done or function.__module__.split(".")[0] not in (package, "attn_graph"):
+        elsewhere = function.__module__.split(".")[0] not in (package, "attn_graph")
+        if function in done or elsewhere or function.__module__ in LAUNCHERS:
             continue
         done.add(function)
         try:

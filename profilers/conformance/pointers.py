@@ -86,7 +86,7 @@ def _with_children(value: Any, seen: set[int]) -> Any:
 @check("C11", "hooks may run twice, and a size may be captured twice: same values, same addresses")
 def idempotence(subject: Subject) -> Iterator[str]:
     largest = max(subject.buckets)
-    for arm in subject.arms:
+    for arm in subject.distinct_arms:
         rig = subject.rig(arm, buckets=[largest])
         with rig.on_stream():
             rig.load(subject.some_batch(largest))
@@ -120,7 +120,7 @@ def _differences(before: dict[str, Any], after: dict[str, Any], what: str) -> It
 
 @check("C14", "every captured size owns its metadata; other sizes are refused, not built on the way")
 def key_coverage(subject: Subject) -> Iterator[str]:
-    for arm in subject.arms:
+    for arm in subject.distinct_arms:
         rig = subject.rig(arm)
         captured = set(rig.backend.metadata)
         missing = {(subject.mode, b) for b in rig.runner.buckets} - captured

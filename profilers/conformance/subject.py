@@ -120,6 +120,12 @@ class Subject:
         return replace(config, extra={**config.extra, **self.extra}) if self.extra else config
 
     @property
+    def distinct_arms(self) -> tuple[Arm, ...]:
+        """Arms less those that record the same hook as another."""
+        graph = {arm.implementation for arm in self.arms if arm.placement is Placement.GRAPH}
+        return tuple(a for a in self.arms if a.placement is not Placement.GLUE or a.implementation not in graph)
+
+    @property
     def plain_arms(self) -> tuple[Arm, ...]:
         """Arms whose operations can be watched: looking at compiled code switches it off."""
         return tuple(arm for arm in self.arms if arm.implementation is not Implementation.COMPILE)

@@ -51,18 +51,17 @@ def nothing_stale(subject: Subject) -> Iterator[str]:
 
 @check("C5", "a replay does not depend on the batches before it")
 def order_independence(subject: Subject) -> Iterator[str]:
-    for arm in subject.arms:
+    for arm in subject.distinct_arms:
         used = subject.rig(arm)
         for live in _ups_and_downs(subject):
             after_others = _live_cells(used, live)
             fresh = _live_cells(subject.rig(arm, buckets=[used.runner.bucket]), live)
             for path, cells in after_others.items():
                 if not torch.equal(cells, fresh[path]):
-                    where = int((cells != fresh[path]).flatten().nonzero()[0])
+                    i = int((cells != fresh[path]).nonzero()[0])
                     yield (
-                        f"{path}: live cell {where} is {int(cells.flatten()[where])} after other batches, "
-                        f"{int(fresh[path].flatten()[where])} in a fresh process ({arm}, B={used.runner.bucket}, "
-                        f"{live.batch_size} live)"
+                        f"{path}: live cell {i} is {int(cells[i])} after other batches, {int(fresh[path][i])} in a "
+                        f"fresh process ({arm}, B={used.runner.bucket}, {live.batch_size} live)"
                     )
 
 
@@ -78,22 +77,21 @@ def _ups_and_downs(subject: Subject) -> Iterator[LiveBatch]:
 
 
 def _live_cells(rig: Rig, live: LiveBatch) -> dict[str, torch.Tensor]:
-    """Replay without poison: what a kernel would read."""
+    """Replay without poison: the cells that a kernel would read, in one row for each field."""
     with rig.on_stream():
         step = rig.load(live)
         expected, _ = rig.expected(step)
         rig.runner.rebuild()
         rig.runner.launch()
-        return {
-            path: bits(t).clone().masked_fill(~torch.from_numpy(expected[path].live).to(t.device), 0)
-            for path, t in rig.bound.items()
-        }
+        return {path: bits(t)[torch.from_numpy(expected[path].live).to(t.device)] for path, t in rig.bound.items()}
 
 
 @check("C6", "padding rows hold what padding must hold, and live rows do not read behind themselves", everywhere=True)
 def padded_tail(subject: Subject) -> Iterator[str]:
     yield from _told(subject, {"value", "stale", "constant", "extra"}, padding=True)
     largest = max(subject.buckets)
+    if largest > MOST_ROWS:
+        return
     live = max(largest - 1, 1)
     batch = subject.some_batch(live)
     for arm in {subject.arms[0], subject.arms[-1]}:
@@ -118,6 +116,10 @@ def padded_tail(subject: Subject) -> Iterator[str]:
                 yield f"slots.{name} is {found}, wanted {wanted} (B={largest}, {live} live)"
 
 
+MOST_ROWS = 8
+"""Up to here the second half is made; a larger batch shows nothing more and takes far longer."""
+
+
 def _leave_behind(subject: Subject, slots: StaticSlots) -> None:
     """Fill every slot with what is legal and wrong."""
     slots.seq_lens.fill_(subject.shape.limit)
@@ -134,7 +136,7 @@ def size_to_size(subject: Subject) -> Iterator[str]:
 
 @check("C21", "nothing recorded reads a tensor that lives for one step only")
 def live_tensor_binding(subject: Subject) -> Iterator[str]:
-    for arm in subject.arms:
+    for arm in subject.distinct_arms:
         rig = subject.rig(arm)
         for salt, size in enumerate((max(subject.buckets), max(max(subject.buckets) - 1, 1), min(subject.buckets))):
             with rig.on_stream():
