@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ MODES = {
 
 
 def cases(backend: str) -> list[Path]:
-    """Every recorded case of a backend."""
-    return sorted((FOLDER / backend).glob("*.npz"))
+    """Every recorded case of a backend: those here, and those in the folder that ATTN_GRAPH_GOLDENS names."""
+    more = os.environ.get("ATTN_GRAPH_GOLDENS")
+    folders = [FOLDER, Path(more)] if more else [FOLDER]
+    return sorted(case for folder in folders for case in (folder / backend).glob("*.npz"))
 
 
 @dataclass(frozen=True, slots=True)
