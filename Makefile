@@ -10,13 +10,16 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: bench test lint clean
+.PHONY: bench test lint perf clean
 .DEFAULT_GOAL := bench
 # Two installs at once would fight over the same site-packages.
 .NOTPARALLEL:
 
 bench: $(VENV)/.installed
 	$(BIN)/attn-graph bench $(ARGS)
+
+perf: $(VENV)/.installed
+	$(BIN)/attn-graph perf $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)

@@ -21,7 +21,7 @@ from ..backends.registry import unknown_message
 from .caches import redirect_unwritable_caches
 from .errors import ExitCode, explain
 
-COMMANDS = ("bench", "compare", "tune", "verify", "report", "backends", "env")
+COMMANDS = ("bench", "compare", "tune", "verify", "perf", "report", "backends", "env")
 """Each is a module of this package that holds a function of its own name."""
 
 # Newer typers carry a private copy of click, so click's own classes would not match there.

@@ -109,7 +109,7 @@ def new_console() -> Console:
 
 def case_table(rows: Sequence[ArmRow], title: str = "") -> Table:
     """A rich table of `arm_rows`; its numbers fit into 80 columns."""
-    table = _plain_table(title)
+    table = plain_table(title)
     table.add_column("arm", no_wrap=True)
     for column in COLUMNS:
         # On a narrow terminal words may break, numbers must not.
@@ -122,7 +122,7 @@ def case_table(rows: Sequence[ArmRow], title: str = "") -> Table:
 
 def saved_table(comparisons: SavedComparisons) -> Table:
     """A rich table of a comparison of saved runs. The ratio recomputes from the two medians beside it."""
-    table = _plain_table("")
+    table = plain_table("")
     shared, labels = case_labels([row.case for row in comparisons.rows])
     table.title = shared
     for heading, side in (
@@ -148,7 +148,7 @@ def saved_table(comparisons: SavedComparisons) -> Table:
 
 def paired_table(comparisons: Sequence[PairedComparison]) -> Table:
     """A rich table of one implementation against the other; the ratio recomputes from the two medians beside it."""
-    table = _plain_table("")
+    table = plain_table("")
     shared, labels = case_labels(dict.fromkeys(row.case for row in comparisons))
     arms = f"{comparisons[0].candidate} against {comparisons[0].baseline}: " if comparisons else ""
     table.title = arms + shared
@@ -250,7 +250,7 @@ def _status(rows: pd.DataFrame) -> str:
     return ", ".join(words) or STATUS_WORDS["ok"]
 
 
-def _plain_table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
