@@ -89,6 +89,7 @@ class Allowances:
         spills: fields behind whose bound view the eager ATen chain writes too, as upstream's does.
         unordered: fields whose written cells may come in any order.
         fused_launches: launches of one fused rebuild; more than one only where data dependencies leave no choice.
+        dispatches_per_request: by mode, what the classic chain dispatches for each request where it loops over them.
     """
 
     aliases: frozenset[frozenset[str]] = frozenset()
@@ -96,6 +97,7 @@ class Allowances:
     spills: frozenset[str] = frozenset()
     unordered: frozenset[str] = frozenset()
     fused_launches: int = 1
+    dispatches_per_request: Mapping[str, int] = field(default_factory=dict)
 
 
 class AttentionBackend(ABC):
