@@ -55,7 +55,7 @@ class _Counter(TorchDispatchMode):
         # On a CPU the mirror lies on the same device as everything else: tell it by its storage. Results of work
         # on it are host tensors too, and are kept so that their storage is not given to somebody else.
         self._host = {t.untyped_storage().data_ptr() for t in host}
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[torch.UntypedStorage] = []
         self.ops: list[str] = []
         self.views = self.syncs = self.launches = self.triton = self.graphs = 0
         self._inside_launch = False
@@ -83,8 +83,10 @@ class _Counter(TorchDispatchMode):
         elif name in SYNC_OPS:
             self.syncs += 1
         elif inputs and all(map(self._on_host, inputs)):
-            self._host |= {t.untyped_storage().data_ptr() for t in outputs}
-            self._kept += outputs
+            # Storages, not tensors: a result that somebody else holds costs PyTorch a detach on the way back.
+            kept = [t.untyped_storage() for t in outputs]
+            self._host |= {storage.data_ptr() for storage in kept}
+            self._kept += kept
         elif name not in ALLOCATIONS and any(t.numel() for t in outputs):
             self.launches += 1
         return out
