@@ -11,8 +11,8 @@
 With w = ceil(max(L) / P): block_tables[r, p] = floor(req_to_token[pool[r], p * P] / P) for p < w in every row, zeros
 behind; the sliding-window table maps the page's first token before it divides. Padding rows have length 0.
 
-The op takes its KV lengths as a host list that the replay swaps in; `plan` makes that list and the rebuild never needs
-it. ``extra["swa_mask"]`` adds the mask of later releases, True where a token is not attended.
+The op takes its KV lengths as a host list that whoever replays swaps in beside the graph: `actual_seq_lengths_kv`. The
+rebuild needs none. ``extra["swa_mask"]`` adds the mask of later releases, True where a token is not attended.
 
 Upstream's seq_lens is the runner's own buffer, which it offsets in place: captures add up, and draft steps overwrite
 each other. Here every instance has its own. Not metadata and not here: the zero heads that pad queries.
@@ -41,7 +41,7 @@ WIDE = frozenset({Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2})
 class AscendMetadata:
     """Views into the instance's buffers, bound at capture. B = captured batch size, W = table columns.
 
-    The lists are host data: `seq_lens_cpu_list` is what capture records, `actual_seq_lengths_kv` replaces it.
+    The lists are host data that capture records; each replay brings its own instead of the first.
     """
 
     block_tables: torch.Tensor  # [B, W] int32, device
@@ -52,7 +52,6 @@ class AscendMetadata:
     swa_mask: torch.Tensor | None  # [B, 1, W * P - 1 or more] bool, device
     seq_lens_cpu_list: list[int]
     seq_lens_list_cumsum: list[int] | None
-    actual_seq_lengths_kv: list[int] | None
     fused: PreparedAscendMetadata | None  # bound with the views above
 
 
@@ -105,7 +104,7 @@ class AscendBackend(AttentionBackend):
         b, mode, n = fb.batch_size, fb.forward_mode, fb.out_cache_loc.shape[0]
         if not 0 < b <= self.max_bs:
             raise ConfigError(f"batch size {b} is not within 1..{self.max_bs}, the rows of block_tables")
-        if n > self.max_tokens:
+        if self.swa_out_buffer is not None and n > self.max_tokens:
             raise ConfigError(f"swa_out_cache_loc holds {self.max_tokens} tokens, a batch of {b} writes {n}")
         per_request = fb.positions.shape[0] // b
         if mode in WIDE and per_request != self.config.draft_tokens:
@@ -123,7 +122,6 @@ class AscendBackend(AttentionBackend):
             swa_mask=None if self.swa_mask is None else self.swa_mask[:b],
             seq_lens_cpu_list=given.tolist()[:b],
             seq_lens_list_cumsum=_multiples(per_request, b) if mode is Mode.DLLM_EXTEND else None,
-            actual_seq_lengths_kv=None,
             fused=None,
         )
         md.fused = self._prepared(fb, md)
@@ -148,12 +146,14 @@ class AscendBackend(AttentionBackend):
             window=c.window or 0,
         )
 
-    def plan(self, fb: ForwardBatch, md: AscendMetadata) -> None:
-        """The list that the replay hands to the attention op: lengths of live rows, zeros for padding."""
-        given = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
+    def actual_seq_lengths_kv(self, fb: ForwardBatch) -> list[int]:
+        """What whoever replays hands to the attention op beside the graph: live lengths, zeros for padding.
+
+        Reads the host mirror only, so that it can run while the graph does.
+        """
         padding, offset = fb.num_padding or 0, self._offset(fb.forward_mode)
-        live = given.tolist()[: fb.batch_size - padding]
-        md.actual_seq_lengths_kv = [n + offset for n in live] + [0] * padding
+        live = fb.seq_lens_cpu.tolist()[: fb.batch_size - padding]
+        return [n + offset for n in live] + [0] * padding
 
     # The classic chain, op for op as upstream's.
 

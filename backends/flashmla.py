@@ -122,7 +122,7 @@ class FlashMlaBackend(BlockTableBackend):
         md.num_splits = self.num_splits[: b + 1]
         self.schedule[:parts].copy_(schedule)
         self.num_splits[: b + 1].copy_(splits)
-        md.live_columns = self.table[:b, : -(-longest // PAGE)].shape[1]
+        md.live_columns = self.table[:b][:, : -(-longest // PAGE)].shape[1]
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: FlashMlaMetadata) -> None:
         b, offset = fb.batch_size, self._offset(fb.forward_mode)

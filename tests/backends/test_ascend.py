@@ -103,9 +103,8 @@ def test_the_host_list_holds_live_lengths_and_zeros(mode, arm):
         idle_batch(),
     ):
         batch = own.load(live)
-        own.runner.replay()
-        assert md.actual_seq_lengths_kv == host_lengths(batch, added)
-    assert md.actual_seq_lengths_kv == [0] * BUCKET
+        assert own.backend.actual_seq_lengths_kv(own.runner.view) == host_lengths(batch, added)
+    assert own.backend.actual_seq_lengths_kv(own.runner.view) == [0] * BUCKET
 
 
 def test_draft_tokens_are_visible_to_windowed_layers():
@@ -196,7 +195,7 @@ def test_options_that_cannot_work_are_refused(c, tail, words):
 
 
 def test_batches_that_do_not_fit_are_refused():
-    own = replayer(Mode.TARGET_VERIFY, ARMS[0])
+    own = replayer(Mode.TARGET_VERIFY, ARMS[0], pools=pools_for(config(Mode.TARGET_VERIFY), swa=True))
     batch = own.runner.capture_batch(BUCKET)
     with pytest.raises(ConfigError, match=r"batch size 5 is not within 1\.\.4"):
         own.backend.bind(dataclasses.replace(batch, batch_size=5))
