@@ -103,9 +103,9 @@ def padded_tail(subject: Subject) -> Iterator[str]:
         for path, cells in clean.items():
             if not torch.equal(cells, dirty[path]):
                 yield f"{path} depends on what older batches left in the slots ({arm}, B={largest}, {live} live)"
-        t, fill = rig.slots.tokens_per_req, rig.slots.fill_value
+        fill, slots = rig.slots.fill_value, rig.slots.slots_per_req
         for name, pad, width in (
-            ("req_pool_indices", 0, 1), ("seq_lens", fill, 1), ("seq_lens_cpu", fill, 1), ("out_cache_loc", 0, t),
+            ("req_pool_indices", 0, 1), ("seq_lens", fill, 1), ("seq_lens_cpu", fill, 1), ("out_cache_loc", 0, slots),
         ):  # fmt: skip
             found, given = (
                 getattr(rig.slots, name)[: largest * width].tolist(),
