@@ -33,7 +33,9 @@ class BackendInfo:
         modes: forward modes it serves, by name.
         target: ``module:attribute`` of the class, relative to this package or absolute.
         note: one line: what only its own hardware or vendor package could show, if anything.
-        dispatches: ATen dispatches of one classic rebuild by mode (without SWA, with SWA), where specified.
+        dispatches: ATen dispatches of one classic rebuild by mode (without SWA, with SWA), where specified; of one
+            request, where each further one adds some.
+        lens: dtype of seq_lens that they are specified for.
     """
 
     name: str
@@ -43,7 +45,8 @@ class BackendInfo:
     modes: tuple[str, ...]
     target: str
     note: str = ""
-    dispatches: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    dispatches: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    lens: str = "int32"
 
     def load(self):
         """Import and return the class."""
@@ -94,6 +97,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
         target=".dsa:DsaBackend",
         note="reference schedulers stand in for DeepGEMM's, the top-k kernel's and FlashMLA's; no kernel of theirs runs",
+        lens="int64",
         dispatches={
             "decode": (23, None),
             "idle": (23, None),
@@ -197,8 +201,10 @@ BUILTIN: tuple[BackendInfo, ...] = (
         target=".deepseek_v4:DeepseekV4Backend",
         note="needs pages of 256 tokens and a sliding-window pool; FlashMLA's, DeepGEMM's and the compressors' own "
         "planners are reference schedulers here; verify and draft extend dispatch 4 more per further request",
+        lens="int64",
         dispatches={
             "decode": (None, 65),
+            "idle": (None, 69),
             "draft_decode": (None, 65),
             "target_verify": (None, 81),
             "draft_extend": (None, 38),

@@ -4,7 +4,7 @@
 |------------------|--------------------------|-------------|-------------------------|---------------|
 | decode, idle     | len                      |             |                         | by SplitRule  |
 | target_verify    | len (prefix only)        | i * N       | sum of N * (len + N)    |               |
-| draft_extend     | len                      | i * (S + 1) |                         |               |
+| draft_extend     | len                      | i * T // B  |                         |               |
 | draft_extend_v2  | max(len - extend_len, 0) | i * N       |                         |               |
 
 kv_indptr is the running sum of the KV lengths, kv_indices lists their slots. The window tables do the same for the last
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from .aten_ops import check_slots, translate_in_place, write_running_sum, write_swa_slots
-from .base import AttentionBackend, ConfigError, tensors_of
+from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
-from .kernels.csr_metadata import CsrConfig, CsrTables, default_config, launch_csr_metadata
+from .kernels.csr_metadata import CsrConfig, CsrMetadata, CsrTables, default_config
 from .kernels.kv_indices import launch_kv_indices
 from .kernels.kv_splits import SplitRule, head_programs, launch_kv_splits
 from .modes import ForwardMode, Implementation, TailPolicy
@@ -37,7 +37,7 @@ DEFAULT_MAX_KV_SPLITS = 8
 
 @dataclass(slots=True)
 class TritonMetadata:
-    """Views into the instance's buffers, bound at capture. B = captured batch size, T = tokens, M = most splits.
+    """Views into the instance's buffers, bound at capture. B = captured batch size, T = tokens.
 
     Index lists, splits and masks are whole buffers: what is live, the indptr vectors say.
     """
@@ -49,8 +49,6 @@ class TritonMetadata:
     window_kv_offsets: torch.Tensor | None  # [max_bs] int32, device; not in decode
     num_kv_splits: torch.Tensor | None  # [max_tokens] int32, device; decode
     window_num_kv_splits: torch.Tensor | None  # [max_tokens] int32, device; decode
-    attn_logits: torch.Tensor | None  # [max_tokens, heads, M, v_head_dim] float32, device; scratch of decode
-    attn_lse: torch.Tensor | None  # [max_tokens, heads, M] float32, device; scratch of decode
     qo_indptr: torch.Tensor | None  # [B + 1] int64, device
     mask_indptr: torch.Tensor | None  # [B + 1] int64, device; verify
     custom_mask: torch.Tensor | None  # [max_bs * N * (max_context + N)] uint8, device; verify with a mask
@@ -64,10 +62,18 @@ class TritonBackend(AttentionBackend):
 
     Options, in config.extra: max_kv_splits (8), core_count (the device's multiprocessors), static_kv_splits (every
     token gets the most), split_tile_size (tokens per split, for results that do not depend on the batch), use_mla
-    (more splits), v_head_dim (128).
+    (more splits), v_head_dim (128). A pool with a sliding-window map but no config.window gets a window of a quarter
+    of the context.
     """
 
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2})
+    allowances = Allowances(
+        shared_between_modes=frozenset(
+            {"kv_indptr", "kv_indices", "window_kv_indptr", "window_kv_indices", "window_kv_offsets", "qo_indptr"}
+            | {"swa_out_cache_loc"}
+        ),
+        spills=frozenset({"swa_out_cache_loc"}),
+    )
     index_dtype = torch.int64
     qo_dtype = torch.int64
 
@@ -85,21 +91,24 @@ class TritonBackend(AttentionBackend):
                 f"req_to_token is {width} tokens wide, max_context is {c.max_context}: raise its width or lower it"
             )
         self.max_bs, self.max_tokens = max_bs, max_num_tokens
+        self.window = c.window or (max(c.max_context // 4, 1) if self.pools.full_to_swa is not None else 0)
         self.splits = split_rule(c, self.device)
-        self.tables: dict[tuple[ForwardMode, int], CsrTables] = {}
+        self.fused: dict[tuple[ForwardMode, int], CsrMetadata] = {}
         rows = max(self.pools.req_to_token.shape[0], max_bs + 1)
         self.kv_indptr = self._zeros(rows)
         self.kv_indices = self._zeros(max_num_tokens * c.max_context, dtype=self.index_dtype)
         self.num_kv_splits = self._full_splits(max_num_tokens)
+        # Scratch of the decode kernels: no rebuild touches it.
         m, heads = self.splits.max_splits, c.num_heads
         self.attn_logits = self._zeros(max_num_tokens, heads, m, c.extra.get("v_head_dim", 128), dtype=torch.float32)
         self.attn_lse = self._zeros(max_num_tokens, heads, m, dtype=torch.float32)
         self.row_numbers = torch.arange(rows, dtype=torch.int64, device=self.device)
-        if c.window:
+        if self.window:
             self.window_kv_indptr = self._zeros(rows)
-            self.window_kv_indices = self._zeros(max_num_tokens * c.window, dtype=self.index_dtype)
+            self.window_kv_indices = self._zeros(max_num_tokens * self.window, dtype=self.index_dtype)
             self.window_kv_offsets = self._zeros(max_bs)
             self.window_num_kv_splits = self._full_splits(max_num_tokens)
+        self.no_lens = self._zeros(max_bs)
         self.swa_out_buffer = self._zeros(max_num_tokens, dtype=torch.int64) if self.pools.writes_swa else None
         if c.draft_tokens > 0:
             self.qo_indptr = self._zeros(rows, dtype=self.qo_dtype)
@@ -120,14 +129,14 @@ class TritonBackend(AttentionBackend):
         decode = mode is Mode.DECODE
         if not decode and c.draft_tokens == 0:
             raise ConfigError(f"mode {mode} needs draft_tokens > 0, got 0")
-        queries = 1 if decode else self._queries(mode)
+        queries = 1 if decode else self._queries(fb)
         if queries * b > self.max_tokens:
             raise ConfigError(f"a batch of {b} has {queries * b} tokens, the buffers hold {self.max_tokens}")
-        verify, window = mode is Mode.TARGET_VERIFY, bool(c.window)
+        verify, window = mode is Mode.TARGET_VERIFY, self.window > 0
         tables = CsrTables(
             kv_indptr=self.kv_indptr[: b + 1],
             kv_indices=self.kv_indices,
-            window=c.window or 0,
+            window=self.window,
             window_kv_indptr=self.window_kv_indptr[: b + 1] if window else None,
             window_kv_indices=self.window_kv_indices if window else None,
             window_kv_offsets=self.window_kv_offsets if window and not decode else None,
@@ -141,11 +150,17 @@ class TritonBackend(AttentionBackend):
             custom_mask=self.custom_mask if verify and self._bound_mask(fb) else None,
             swa_out_cache_loc=None if self.swa_out_buffer is None else self.swa_out_buffer[: b * queries],
         )
-        self.tables[mode, b] = tables
+        self.fused[mode, b] = CsrMetadata(
+            tables,
+            self.kernel_config(b),
+            self.pools.req_to_token,
+            b,
+            takes_off=mode is Mode.DRAFT_EXTEND_V2,
+            counts_mask=self.recorded and tables.custom_mask is not None,
+        )
         return self._metadata(tables, None if decode else queries, self.kernel_config(b))
 
     def _metadata(self, tables: CsrTables, max_extend_len: int | None, config: CsrConfig) -> TritonMetadata:
-        decode = max_extend_len is None
         return TritonMetadata(
             kv_indptr=tables.kv_indptr,
             kv_indices=tables.kv_indices,
@@ -154,8 +169,6 @@ class TritonBackend(AttentionBackend):
             window_kv_offsets=tables.window_kv_offsets,
             num_kv_splits=tables.num_kv_splits,
             window_num_kv_splits=tables.window_num_kv_splits,
-            attn_logits=self.attn_logits if decode else None,
-            attn_lse=self.attn_lse if decode else None,
             qo_indptr=tables.qo_indptr,
             mask_indptr=tables.mask_indptr,
             custom_mask=tables.custom_mask,
@@ -178,7 +191,7 @@ class TritonBackend(AttentionBackend):
         elif mode is Mode.TARGET_VERIFY:
             self._aten_verify(fb, md, b)
         else:
-            self._aten_draft_extend(fb, b)
+            self._aten_draft_extend(fb, md, b)
         if self.swa_out_buffer is not None:
             write_swa_slots(self.swa_out_buffer, fb.out_cache_loc, self.pools.full_to_swa)
 
@@ -187,7 +200,7 @@ class TritonBackend(AttentionBackend):
         kv_indptr = self.kv_indptr[: b + 1]
         write_running_sum(kv_indptr, seq_lens)
         self._kv_indices(pool, seq_lens, kv_indptr, self.kv_indices, b)
-        window_lens = self._aten_window(pool, seq_lens, b) if self.config.window else None
+        window_lens = self._aten_window(pool, seq_lens, b) if self.window else None
         self._aten_splits(self.num_kv_splits[:b], fb.seq_lens[:b])
         if window_lens is not None:
             self._aten_splits(self.window_num_kv_splits[:b], window_lens[:b])
@@ -199,7 +212,7 @@ class TritonBackend(AttentionBackend):
         kv_indptr = self.kv_indptr[: b + 1]
         write_running_sum(kv_indptr, seq_lens)
         self._kv_indices(pool, seq_lens, kv_indptr, self.kv_indices, b)
-        if self.config.window:
+        if self.window:
             self.window_kv_offsets[:b].copy_(self._aten_window(pool[:b], seq_lens, b, starts=True))
         mask = self._live_mask(fb, md)
         if mask is not None:
@@ -207,9 +220,9 @@ class TritonBackend(AttentionBackend):
         mask_lens = n * (seq_lens + n)
         write_running_sum(self.mask_indptr[: b + 1], mask_lens)
 
-    def _aten_draft_extend(self, fb: ForwardBatch, b: int) -> None:
+    def _aten_draft_extend(self, fb: ForwardBatch, md: TritonMetadata, b: int) -> None:
         lens = fb.seq_lens[:b]
-        self._aten_queries(b, self._queries(fb.forward_mode))
+        self._aten_queries(b, md.max_extend_len)
         if fb.forward_mode is Mode.DRAFT_EXTEND_V2:
             given = fb.spec_info.extend_seq_lens  # not there yet when a batch is captured
             new = torch.zeros(b, dtype=torch.int32, device=self.device) if given is None else given[:b]
@@ -218,7 +231,7 @@ class TritonBackend(AttentionBackend):
         write_running_sum(kv_indptr, lens)
         pool = fb.req_pool_indices
         self._kv_indices(pool, lens, kv_indptr, self.kv_indices, b)
-        if self.config.window:
+        if self.window:
             self.window_kv_offsets[:b].copy_(self._aten_window(pool, lens, b, starts=True))
 
     def _aten_queries(self, b: int, n: int) -> None:
@@ -226,7 +239,7 @@ class TritonBackend(AttentionBackend):
 
     def _aten_window(self, pool: torch.Tensor, lens: torch.Tensor, b: int, starts: bool = False) -> torch.Tensor:
         """Window tables; the window's lengths, or where it starts."""
-        kept = torch.minimum(lens, torch.tensor(self.config.window))
+        kept = torch.minimum(lens, torch.tensor(self.window))
         indptr = self.window_kv_indptr[: b + 1]
         write_running_sum(indptr, kept)
         start = lens - kept
@@ -249,7 +262,7 @@ class TritonBackend(AttentionBackend):
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: TritonMetadata) -> None:
         mode, b = fb.forward_mode, fb.batch_size
-        t = self.tables[mode, b]
+        t = self.fused[mode, b].tables
         seq_lens, pool = fb.seq_lens[:b], fb.req_pool_indices[:b]
         lens = seq_lens
         if mode is Mode.DRAFT_EXTEND_V2:
@@ -278,39 +291,47 @@ class TritonBackend(AttentionBackend):
             write_swa_slots(t.swa_out_cache_loc, fb.out_cache_loc, self.pools.full_to_swa)
 
     def _static_mask(self, fb: ForwardBatch, t: CsrTables) -> None:
-        """Copy the live requests' cells of the runner's mask; how many, their number and mask_indptr say."""
+        """Copy the live requests' cells of the runner's mask; where they end, their number and mask_indptr say."""
         if self.cell_numbers is None:
             raise ConfigError(
                 f"a recorded ATen rebuild takes a tree mask only with topk > 1, and topk is {self.config.topk}"
             )
         mask = fb.spec_info.custom_mask
         cells = mask.shape[0]
-        live = t.mask_indptr[self._live_tokens(fb) // t.queries]
+        live = self._live_tokens(fb) // t.queries
+        idle = live == 0  # then padding is all there is, and it may see everything
+        end = t.mask_indptr[live + idle * fb.batch_size]
         front = t.custom_mask[:cells]
-        front.copy_(torch.where(self.cell_numbers[:cells] < live, mask.to(torch.uint8), front))
+        front.copy_(torch.where(self.cell_numbers[:cells] < end, mask | idle, front))
 
     def rebuild_fused(self, fb: ForwardBatch, md: TritonMetadata) -> None:
-        t, extend_lens = self.tables[fb.forward_mode, fb.batch_size], None
-        if fb.forward_mode is Mode.DRAFT_EXTEND_V2:
+        mode, extend_lens, mask, live_tokens = fb.forward_mode, None, None, None
+        if mode is Mode.DRAFT_EXTEND_V2:
             extend_lens = self._static_extend_lens(fb) if self.recorded else fb.spec_info.extend_seq_lens
-        if t.swa_out_cache_loc is not None:
-            check_slots(fb.out_cache_loc, t.swa_out_cache_loc)
-        mask = self._live_mask(fb, md) if t.mask_indptr is not None else None
-        launch_csr_metadata(
-            t, md.kernel_config, fb.req_pool_indices, fb.seq_lens, self.pools.req_to_token, fb.batch_size, 0,
-            extend_lens, fb.out_cache_loc, mask,
-            self._live_tokens(fb) if self.recorded and mask is not None else None,
-        )  # fmt: skip
+            extend_lens = self.no_lens if extend_lens is None else extend_lens
+        if mode is Mode.TARGET_VERIFY:
+            mask = self._live_mask(fb, md)
+            live_tokens = self._live_tokens(fb) if self.recorded and mask is not None else None
+        if md.swa_out_cache_loc is not None:
+            check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
+        self.fused[mode, fb.batch_size](
+            fb.req_pool_indices,
+            fb.seq_lens,
+            extend_lens=extend_lens,
+            out_cache_loc=None if md.swa_out_cache_loc is None else fb.out_cache_loc,
+            mask=mask,
+            live_tokens=live_tokens,
+        )
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
-        c, mode, rule = self.config, Mode(batch.mode), self.splits
-        bound = tensors_of(self.metadata[mode, len(batch.seq_lens)])
+        c, rule = self.config, self.splits
+        md = self.metadata[Mode(batch.mode), len(batch.seq_lens)]
         return triton.expected(
             batch,
             pools,
-            shapes={name: (tuple(x.shape), numpy_type(x.dtype)) for name, x in bound.items()},
-            queries=1 if mode is Mode.DECODE else self._queries(mode),
-            window=c.window,
+            shapes={name: (tuple(x.shape), numpy_type(x.dtype)) for name, x in tensors_of(md).items()},
+            queries=md.max_extend_len or 1,
+            window=self.window,
             splits=dict(
                 max_splits=rule.max_splits,
                 cores=rule.cores,
@@ -318,12 +339,13 @@ class TritonBackend(AttentionBackend):
                 num_kv_heads=c.num_kv_heads,
                 tile=rule.tile,
             ),
-            copies_idle_mask=not self.recorded,
         )
 
-    def _queries(self, mode: ForwardMode) -> int:
-        """Tokens per request of the captured shape: a property of the configuration, never of accepted counts."""
-        return self.config.draft_steps + 1 if mode is Mode.DRAFT_EXTEND else self.config.draft_tokens
+    def _queries(self, fb: ForwardBatch) -> int:
+        """Tokens per request of the captured shape, never of accepted counts: draft extend v1 has S + 1, else N."""
+        if fb.forward_mode is Mode.DRAFT_EXTEND:
+            return fb.positions.shape[0] // fb.batch_size
+        return self.config.draft_tokens
 
     def _bound_mask(self, fb: ForwardBatch) -> bool:
         """Whether the captured graph reads a mask: baked, as a null pointer or not."""

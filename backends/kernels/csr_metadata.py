@@ -17,7 +17,7 @@ import triton.language as tl
 from .device import write_swa_slots
 from .kv_indices import gather_slots, store_slots
 from .kv_splits import NO_LIMIT, SplitRule, write_splits
-from .launch import launch
+from .launch import PreparedLaunch
 
 SLOT_BLOCK = 512
 MASK_BLOCK = 4096
@@ -104,7 +104,7 @@ def _kv_lengths(seq_lens, extend_lens, i, mask, offset, HAS_EXTEND: tl.constexpr
 @triton.jit(
     do_not_specialize=[
         "bs", "offset", "window", "queries", "n_loc", "n_swa_out", "n_mask", "cores", "head_programs", "max_splits",
-        "tile", "width", "capacity", "window_capacity", "mask_capacity",
+        "tile", "width", "capacity", "window_capacity", "mask_capacity", "loc_stride",
     ]
 )  # fmt: skip
 def _csr_metadata_kernel(
@@ -138,15 +138,10 @@ def _csr_metadata_kernel(
         block = pid - 1 - SPLIT_PROGRAMS
         write_swa_slots(mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, block, SLOTS)
     elif pid <= SPLIT_PROGRAMS + SLOT_PROGRAMS + MASK_PROGRAMS:
-        cells = n_mask.to(tl.int64)
-        if COUNT_MASK:
-            # Recorded work cannot know how long the live mask is: its requests say, and padding has no cells.
-            cells = _mask_cells(seq_lens, tl.load(live_tokens).to(tl.int32) // queries, queries, SCAN)
-        first = (pid - 1 - SPLIT_PROGRAMS - SLOT_PROGRAMS) * MASK_CELLS
-        for begin in range(first, tl.minimum(cells, mask_capacity), MASK_PROGRAMS * MASK_CELLS):
-            i = begin + tl.arange(0, MASK_CELLS)
-            inside = (i < cells) & (i < mask_capacity)
-            tl.store(custom_mask + i, tl.load(mask_in + i, mask=inside, other=0).to(tl.uint8), mask=inside)
+        _copy_mask(
+            seq_lens, mask_in, live_tokens, custom_mask, bs, n_mask, queries, mask_capacity,
+            pid - 1 - SPLIT_PROGRAMS - SLOT_PROGRAMS, COUNT_MASK, MASK_PROGRAMS, MASK_CELLS, SCAN,
+        )  # fmt: skip
     else:
         part = pid - 1 - SPLIT_PROGRAMS - SLOT_PROGRAMS - MASK_PROGRAMS
         row = part // PROGRAMS_PER_ROW
@@ -211,6 +206,28 @@ def _prefix_sums(
 
 
 @triton.jit
+def _copy_mask(
+    seq_lens, mask_in, live_tokens, custom_mask, bs, n_mask, queries, capacity, block,
+    COUNT_MASK: tl.constexpr, PROGRAMS: tl.constexpr, CELLS: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    cells = n_mask.to(tl.int64)
+    idle = cells < 0
+    if COUNT_MASK:
+        # Recorded work cannot know how long the live mask is: its requests say, and padding has no cells. An idle
+        # step has padding only, which may see everything.
+        live = tl.load(live_tokens).to(tl.int32) // queries
+        idle = live == 0
+        cells = _mask_cells(seq_lens, tl.where(idle, bs, live), queries, SCAN)
+    cells = tl.minimum(cells, capacity)
+    for begin in range(block * CELLS, cells, PROGRAMS * CELLS):
+        i = begin + tl.arange(0, CELLS)
+        seen = tl.load(mask_in + i, mask=i < cells, other=0).to(tl.uint8)
+        if COUNT_MASK:
+            seen = tl.where(idle, 1, seen).to(tl.uint8)
+        tl.store(custom_mask + i, seen, mask=i < cells)
+
+
+@triton.jit
 def _mask_rows(seq_lens, i, mask, queries):
     """Mask cells of requests i as int64: q rows of seq_len + q cells. A long batch has more than 2**31."""
     length = tl.load(seq_lens + i, mask=mask, other=0).to(tl.int64)
@@ -226,74 +243,69 @@ def _mask_cells(seq_lens, n, queries, SCAN: tl.constexpr):
     return cells
 
 
-def launch_csr_metadata(
-    tables: CsrTables,
-    config: CsrConfig,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
-    bs: int,
-    offset: int = 0,
-    extend_lens: torch.Tensor | None = None,
-    out_cache_loc: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    live_tokens: torch.Tensor | None = None,
-) -> None:
-    """Rebuild CSR attention metadata in place, in one launch. All tensors on one device, bound and checked before.
+VARYING = (0, 1, 2, 5, 6, 7, 23, 25, 35)
+"""Kernel arguments that change from replay to replay: what `CsrMetadata` is called with, and their sizes."""
+
+
+class CsrMetadata:
+    """The rebuild of one captured shape, bound to its tables: each call brings what the next batch changes.
 
     Args:
-        tables: what to rebuild.
+        tables: what to rebuild, bound and checked by the caller. All tensors on one device.
         config: block sizes.
-        req_pool_indices, seq_lens: [>=bs] int32 or int64, padding included.
         req_to_token: [rows, width] int32, row-contiguous, width at least the longest KV length.
         bs: requests.
         offset: tokens added to every length.
-        extend_lens: [>=bs] int32, tokens taken off every length (never below 0), or None.
-        out_cache_loc: [n] int32 or int64, n <= T; needed for swa_out_cache_loc.
-        mask: flat bool, the tree mask; needed for custom_mask. All of it is copied, unless
-        live_tokens: [1] int32, live tokens of the batch on the device: then the live requests' cells only, which is
-            what recorded work needs, as it sees a static mask of fixed size.
+        takes_off: calls bring extend_lens.
+        counts_mask: calls bring live_tokens, and of the mask only the live requests' cells are copied. Recorded work
+            needs this, as it sees a static mask of fixed size.
 
-    Cost: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
+    Cost of a call: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
     """
-    has_window = tables.window_kv_indptr is not None
-    splits = (tables.num_kv_splits is not None) + (tables.window_num_kv_splits is not None)
-    rule = tables.splits or SplitRule(1)
-    n_out = 0 if tables.swa_out_cache_loc is None else tables.swa_out_cache_loc.shape[0]
-    slot_programs = triton.cdiv(n_out, SLOT_BLOCK)
-    mask_capacity = 0 if tables.custom_mask is None else tables.custom_mask.shape[0]
-    mask_programs = min(MASK_PROGRAMS, triton.cdiv(mask_capacity, MASK_BLOCK))
-    absent = tables.kv_indptr  # any valid pointer; the compiled variant never touches it
 
-    def given(x: torch.Tensor | None) -> torch.Tensor:
-        return absent if x is None else x
+    def __init__(
+        self,
+        tables: CsrTables,
+        config: CsrConfig,
+        req_to_token: torch.Tensor,
+        bs: int,
+        *,
+        offset: int = 0,
+        takes_off: bool = False,
+        counts_mask: bool = False,
+    ) -> None:
+        self.tables = tables
+        self._absent = absent = tables.kv_indptr  # any valid pointer; the compiled variant never touches it
+        has_window = tables.window_kv_indptr is not None
+        splits = (tables.num_kv_splits is not None) + (tables.window_num_kv_splits is not None)
+        rule = tables.splits or SplitRule(1)
+        n_out = 0 if tables.swa_out_cache_loc is None else tables.swa_out_cache_loc.shape[0]
+        slot_programs = triton.cdiv(n_out, SLOT_BLOCK)
+        mask_capacity = 0 if tables.custom_mask is None else tables.custom_mask.shape[0]
+        mask_programs = min(MASK_PROGRAMS, triton.cdiv(mask_capacity, MASK_BLOCK))
 
-    launch(
-        _csr_metadata_kernel,
-        (1 + splits + slot_programs + mask_programs + bs * config.programs_per_row,),
-        (
-            req_pool_indices, seq_lens, given(extend_lens), req_to_token, given(tables.mapping),
-            given(out_cache_loc), given(mask), given(live_tokens),
+        def given(x: torch.Tensor | None) -> torch.Tensor:
+            return absent if x is None else x
+
+        args = (
+            absent, absent, absent, req_to_token, given(tables.mapping), absent, absent, absent,
             tables.kv_indptr, tables.kv_indices, given(tables.window_kv_indptr), given(tables.window_kv_indices),
             given(tables.window_kv_offsets), given(tables.num_kv_splits), given(tables.window_num_kv_splits),
             given(tables.qo_indptr), given(tables.mask_indptr), given(tables.custom_mask),
             given(tables.swa_out_cache_loc),
-            bs, offset, tables.window if has_window else NO_LIMIT, tables.queries,
-            0 if out_cache_loc is None else out_cache_loc.shape[0], n_out,
-            0 if mask is None else mask.shape[0],
+            bs, offset, tables.window if has_window else NO_LIMIT, tables.queries, 0, n_out, 0,
             rule.cores, rule.head_programs, rule.max_splits, rule.tile,
             req_to_token.shape[1], tables.kv_indices.shape[0],
-            tables.window_kv_indices.shape[0] if has_window else 0, mask_capacity, req_to_token.stride(0),
-            1 if out_cache_loc is None else out_cache_loc.stride(0),
-        ),
-        {
-            "HAS_EXTEND": extend_lens is not None,
+            tables.window_kv_indices.shape[0] if has_window else 0, mask_capacity, req_to_token.stride(0), 1,
+        )  # fmt: skip
+        options = {
+            "HAS_EXTEND": takes_off,
             "HAS_WINDOW": has_window,
             "HAS_OFFSETS": tables.window_kv_offsets is not None,
             "HAS_MAP": tables.mapping is not None,
             "HAS_QO": tables.qo_indptr is not None,
             "HAS_MASK_INDPTR": tables.mask_indptr is not None,
-            "COUNT_MASK": live_tokens is not None,
+            "COUNT_MASK": counts_mask,
             "SPLIT_MODE": rule.mode,
             "SPLIT_PROGRAMS": splits,
             "SLOT_PROGRAMS": slot_programs,
@@ -304,5 +316,38 @@ def launch_csr_metadata(
             "SLOTS": SLOT_BLOCK,
             "MASK_CELLS": MASK_BLOCK,
             "num_warps": config.num_warps,
-        },
-    )  # fmt: skip
+        }
+        grid = (1 + splits + slot_programs + mask_programs + bs * config.programs_per_row,)
+        self._launch = PreparedLaunch(_csr_metadata_kernel, grid, args, options, VARYING)
+
+    def __call__(
+        self,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        extend_lens: torch.Tensor | None = None,
+        out_cache_loc: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        live_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Rebuild in place.
+
+        Args:
+            req_pool_indices, seq_lens: [>=B] int32 or int64, padding included.
+            extend_lens: [>=B] int32, tokens taken off every length (never below 0).
+            out_cache_loc: [n] int32 or int64, n <= T; needed for swa_out_cache_loc.
+            mask: flat bool, the tree mask; needed for custom_mask.
+            live_tokens: [1] int32, live tokens of the batch on the device.
+        """
+        absent = self._absent
+        self._launch(
+            req_pool_indices,
+            seq_lens,
+            absent if extend_lens is None else extend_lens,
+            absent if out_cache_loc is None else out_cache_loc,
+            absent if mask is None else mask,
+            absent if live_tokens is None else live_tokens,
+            0 if out_cache_loc is None else out_cache_loc.shape[0],
+            0 if mask is None else mask.shape[0],
+            1 if out_cache_loc is None else out_cache_loc.stride(0),
+        )

@@ -14,7 +14,7 @@ import triton.language as tl
 from .csr_metadata import CsrConfig
 from .draft_kv_indices import draft_column, scan_block, sum_before
 from .kv_splits import SplitRule, write_splits
-from .launch import launch
+from .launch import PreparedLaunch
 
 
 @triton.jit(
@@ -76,50 +76,45 @@ def _draft_metadata_kernel(
                     out += kv_indices_stride
 
 
-def launch_draft_metadata(
-    config: CsrConfig,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    lens: torch.Tensor,
-    positions: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    nseq: int,
-    topk: int,
-    page_size: int,
-    steps: int,
-    num_kv_splits: torch.Tensor | None = None,
-    splits: SplitRule | None = None,
-) -> None:
-    """Rebuild the metadata of every served draft step in place, in one launch; buffers bound and checked before.
+class DraftMetadata:
+    """The rebuild of every served draft step of one captured shape, bound to its tables.
 
     Args:
         config: block sizes.
-        req_pool_indices, lens: [>=nseq] int32 or int64, padding included; lens is the prefix in tokens.
         req_to_token: [rows, width] int32, row-contiguous, wide enough for the draft slots.
-        positions: [>=nseq * topk] int32 or int64.
         kv_indices: [served, capacity] int32 or int64, out. Row i is the list of step i.
         kv_indptr: [served, >=nseq * topk + 1] int32, out from index 1.
         nseq, topk, page_size: requests, branches, P.
         steps: S, which the layout of draft slots depends on; served is usually S - 1.
         num_kv_splits: [>=nseq * topk] int32, out, by `splits`; the same for every step.
 
-    Cost: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
+    Cost of a call: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
     """
-    served = kv_indices.shape[0]
-    rule = splits or SplitRule(1)
-    mode = 0 if num_kv_splits is None else rule.mode
-    launch(
-        _draft_metadata_kernel,
-        (1 + (mode != 0) + nseq * config.programs_per_row,),
-        (
-            req_pool_indices, req_to_token, lens, positions, kv_indices, kv_indptr,
+
+    def __init__(
+        self,
+        config: CsrConfig,
+        req_to_token: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        nseq: int,
+        topk: int,
+        page_size: int,
+        steps: int,
+        num_kv_splits: torch.Tensor | None = None,
+        splits: SplitRule | None = None,
+    ) -> None:
+        served = kv_indices.shape[0]
+        rule = splits or SplitRule(1)
+        mode = 0 if num_kv_splits is None else rule.mode
+        args = (
+            kv_indptr, req_to_token, kv_indptr, kv_indptr, kv_indices, kv_indptr,
             kv_indptr if num_kv_splits is None else num_kv_splits,
             nseq, steps, served, kv_indices.shape[1], req_to_token.shape[1],
             rule.cores, rule.head_programs, rule.max_splits, rule.tile,
             req_to_token.stride(0), kv_indices.stride(0), kv_indptr.stride(0),
-        ),
-        {
+        )  # fmt: skip
+        options = {
             "TOPK": topk,
             "PAGE_SIZE": page_size,
             "SPLIT_MODE": mode,
@@ -128,5 +123,15 @@ def launch_draft_metadata(
             "SCAN": scan_block(nseq * topk),
             "STEPS_BLOCK": triton.next_power_of_2(max(served, 1)),
             "num_warps": config.num_warps,
-        },
-    )  # fmt: skip
+        }
+        grid = (1 + (mode != 0) + nseq * config.programs_per_row,)
+        self._launch = PreparedLaunch(_draft_metadata_kernel, grid, args, options, varying=(0, 2, 3))
+
+    def __call__(self, req_pool_indices: torch.Tensor, lens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rebuild in place.
+
+        Args:
+            req_pool_indices, lens: [>=nseq] int32 or int64, padding included; lens is the prefix in tokens.
+            positions: [>=nseq * topk] int32 or int64.
+        """
+        self._launch(req_pool_indices, lens, positions)

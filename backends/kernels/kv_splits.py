@@ -48,16 +48,6 @@ def head_programs(num_heads: int, num_kv_heads: int) -> int:
 
 
 @triton.jit
-def _limited(lens, i, mask, limit, other):
-    return tl.minimum(tl.load(lens + i, mask=mask, other=other).to(tl.int32), limit)
-
-
-@triton.jit
-def _ceil_div(a, b):
-    return (a + b - 1) // b
-
-
-@triton.jit
 def write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_splits, BLOCK: tl.constexpr):
     """splits[r * group + j] for the n requests of `lens`, each cut at `limit` tokens (a sliding window).
 
@@ -68,24 +58,28 @@ def write_kv_splits(lens, splits, n, limit, group, cores, head_programs, max_spl
     shortest = tl.full((), 2147483647, tl.int32)
     for begin in range(0, n, BLOCK):
         i = begin + tl.arange(0, BLOCK)
-        longest = tl.maximum(longest, tl.max(_limited(lens, i, i < n, limit, 0), 0))
-        shortest = tl.minimum(shortest, tl.min(_limited(lens, i, i < n, 2147483647, 2147483647), 0))
+        length = tl.load(lens + i, mask=i < n, other=0).to(tl.int32)
+        longest = tl.maximum(longest, tl.max(length, 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(i < n, length, 2147483647), 0))
+    longest = tl.minimum(longest, limit)
     shortest = tl.minimum(shortest, limit)
-    # Nearly equal rows count as equal.
-    shortest = tl.where(longest * 8 < shortest * 10, longest, shortest)
-    # Lengths of 0 have no ratio; engines pad with 1, so these guards change no legal value.
-    balanced = tl.minimum(_ceil_div(longest, tl.maximum(shortest, 1)), max_splits)
-    by_row = tl.maximum(_ceil_div(longest, tl.maximum(balanced, 1)), 1)
+    # Nearly equal rows count as equal. A length of 0 has no ratio; engines pad with 1, so the maxima below change no
+    # legal value.
+    shortest = tl.maximum(tl.where(longest * 8 < shortest * 10, longest, shortest), 1)
+    balanced = tl.maximum(tl.minimum((longest + shortest - 1) // shortest, max_splits), 1)
+    by_row = tl.maximum((longest + balanced - 1) // balanced, 1)
 
     # Longer contexts are worth more splits than there are cores: a split's cost is not all in its tokens.
-    wanted = tl.cast(cores * tl.maximum(tl.log2(tl.cast(tl.maximum(longest, 1), tl.float32) / 64.0), 1.0), tl.int32)
-    filling = tl.minimum(_ceil_div(wanted, n * group * head_programs), max_splits)
-    by_device = tl.maximum(_ceil_div(longest, tl.maximum(filling, 1)), 1)
+    depth = tl.log2(tl.cast(tl.maximum(longest, 1), tl.float32) / 64.0)
+    wanted = tl.cast(cores * tl.maximum(depth, 1.0), tl.int32)
+    grid = n * group * head_programs
+    filling = tl.maximum(tl.minimum((wanted + grid - 1) // grid, max_splits), 1)
+    by_device = tl.maximum((longest + filling - 1) // filling, 1)
 
     for begin in range(0, n, BLOCK):
         i = begin + tl.arange(0, BLOCK)
-        length = _limited(lens, i, i < n, limit, 0)
-        count = tl.maximum(_ceil_div(length, by_row), _ceil_div(length, by_device))
+        length = tl.minimum(tl.load(lens + i, mask=i < n, other=0).to(tl.int32), limit)
+        count = tl.maximum((length + by_row - 1) // by_row, (length + by_device - 1) // by_device)
         for j in range(0, group):
             tl.store(splits + i * group + j, count, mask=i < n)
 
@@ -102,7 +96,8 @@ def write_splits(
             i = begin + tl.arange(0, BLOCK)
             count = tl.zeros([BLOCK], tl.int32) + max_splits
             if MODE == 3:
-                count = (_limited(lens, i, i < n, limit, 0) + tile - 1) // tile
+                length = tl.minimum(tl.load(lens + i, mask=i < n, other=0).to(tl.int32), limit)
+                count = (length + tile - 1) // tile
             for j in range(0, group):
                 tl.store(splits + i * group + j, count, mask=i < n)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,19 +15,16 @@ def expected(
     *,
     shapes: Mapping[str, tuple[tuple[int, ...], type]],
     queries: int,
-    window: int | None,
+    window: int,
     splits: Mapping[str, int],
-    copies_idle_mask: bool,
 ) -> dict[str, Expected]:
     """Every field that a rebuild of this mode touches, by name.
 
     Args:
         shapes: shape and dtype of each field that the metadata object has.
         queries: tokens per request of the captured shape; not used in decode.
-        window: tokens of the sliding window.
+        window: tokens of the sliding window, or 0.
         splits: arguments of `split_counts` but the lengths.
-        copies_idle_mask: an idle step's all-true mask is copied too (work outside the graph sees it, recorded work
-            does not).
     """
     size = {name: shape[0] for name, (shape, _) in shapes.items()}
     dtype = {name: dtype for name, (_, dtype) in shapes.items()}
@@ -60,11 +57,10 @@ def expected(
         cells = [queries * (int(n) + queries) for n in batch.seq_lens]
         fields["mask_indptr"] = Expected.prefix_sum(cells, np.int64)
     if "custom_mask" in size:
-        mask = batch.custom_mask
-        if batch.live_requests == 0:
-            idle = b * queries * (batch.seq_lens_fill + queries) if copies_idle_mask else 0
-            mask = np.ones(idle, dtype=bool)
-        fields["custom_mask"] = _front([int(cell) for cell in mask], size["custom_mask"], np.uint8)
+        # The live requests' cells; an idle step has padding only, which may see everything.
+        idle = batch.live_requests == 0
+        mask = np.ones(sum(cells), dtype=np.uint8) if idle else batch.custom_mask
+        fields["custom_mask"] = _front(mask, size["custom_mask"], np.uint8)
     if "swa_out_cache_loc" in size:
         fields["swa_out_cache_loc"] = write_slots(batch.out_cache_loc, size["swa_out_cache_loc"], pools.full_to_swa)
     return fields
@@ -101,7 +97,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _front(values: list[int], size: int, dtype: type) -> Expected:
+def _front(values: Sequence[int] | np.ndarray, size: int, dtype: type) -> Expected:
     """[size]: `values` at the front, the rest untouched."""
     cells = np.zeros(size, dtype=dtype)
     cells[: len(values)] = values

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attn_graph.backends.kernels.csr_metadata import CsrConfig
 from attn_graph.backends.kernels.draft_kv_indices import build_draft_kv_indices, launch_draft_kv_indices
-from attn_graph.backends.kernels.draft_metadata import launch_draft_metadata
+from attn_graph.backends.kernels.draft_metadata import DraftMetadata
 from attn_graph.backends.kernels.kv_indices import build_kv_indices
 from attn_graph.backends.kernels.kv_splits import SplitRule, build_kv_splits, head_programs, launch_kv_splits
 from attn_graph.backends.oracle.triton import split_counts
@@ -94,7 +94,7 @@ def classic_draft(pool, source, lens, positions, indices, indptr, topk, page_siz
 
 def fused_draft(pool, source, lens, positions, indices, indptr, topk, page_size, steps):
     config = CsrConfig(2, 16, 4)
-    launch_draft_metadata(config, pool, source, lens, positions, indices, indptr, lens.shape[0], topk, page_size, steps)
+    DraftMetadata(config, source, indices, indptr, lens.shape[0], topk, page_size, steps)(pool, lens, positions)
 
 
 DRAFTS = pytest.mark.parametrize("launch", [classic_draft, fused_draft], ids=["classic", "fused"])
