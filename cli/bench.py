@@ -20,7 +20,7 @@ def bench(
     arm: options.ArmList = "all",
     bs: options.BatchSizes = None,
     context: options.Context = None,
-    page_size: options.PageSize = "64",
+    page_size: options.PageSize = None,
     max_context: options.MaxContext = None,
     swa: options.Swa = None,
     topk: options.TopK = "1",
@@ -59,14 +59,14 @@ def bench(
     where = resolve(device)
     use_interpreter(where)
     tour = TOURS[where.kind]
-    cases = plan.sweep(
+    planned = plan.sweep(
         backend=backend,
         mode=mode,
         bs=bs or tour.bs,
         context=context or tour.context,
         page_size=page_size,
         max_context=max_context or tour.max_context,
-        swa=(False, True) if swa is None else (swa,),
+        swa=swa,
         topk=topk,
         draft_tokens=draft_tokens,
         tp=tp or str(tour.ranks),
@@ -78,7 +78,7 @@ def bench(
     )
     folder = out or default_folder(where)
     outcome = Run(
-        cases=cases,
+        plan=planned,
         arms=plan.arms(arm),
         steps=steps or tour.steps,
         warmup=tour.warmup if warmup is None else warmup,

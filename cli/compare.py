@@ -57,7 +57,7 @@ def compare(
     mode: options.Mode = "decode",
     bs: options.BatchSizes = None,
     context: options.Context = None,
-    page_size: options.PageSize = "64",
+    page_size: options.PageSize = None,
     max_context: options.MaxContext = None,
     swa: options.Swa = None,
     topk: options.TopK = "1",
@@ -107,14 +107,14 @@ def compare(
     tour = TOURS[where.kind]
     folder = out or default_folder(where)
     outcome = Run(
-        cases=plan.sweep(
+        plan=plan.sweep(
             backend=backend,
             mode=mode,
             bs=bs or tour.bs,
             context=context or tour.context,
             page_size=page_size,
             max_context=max_context or tour.max_context,
-            swa=(False, True) if swa is None else (swa,),
+            swa=swa,
             topk=topk,
             draft_tokens=draft_tokens,
             tp=tp or "1",

@@ -28,12 +28,18 @@ Context = Annotated[
         "+ that requests cycle through.",
     ),
 ]
-PageSize = Annotated[str, typer.Option("--page-size", help="Tokens per page, comma list.")]
+PageSize = Annotated[
+    str | None,
+    typer.Option("--page-size", help="Tokens per page, comma list. Default: 64, or what the backend takes instead."),
+]
 MaxContext = Annotated[
     str | None, typer.Option("--max-context", help="Context limit of the tables in tokens, comma list.")
 ]
 Swa = Annotated[
-    bool | None, typer.Option("--swa/--no-swa", help="With or without a sliding-window pool. Default: both.")
+    bool | None,
+    typer.Option(
+        "--swa/--no-swa", help="With or without a sliding-window pool. Default: both, where the backend has both."
+    ),
 ]
 TopK = Annotated[str, typer.Option("--topk", help="Draft branches, comma list; speculative modes only.")]
 DraftTokens = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from ..backends.modes import ARMS, ForwardMode
 from ..backends.registry import lookup, unknown_message
@@ -67,17 +67,67 @@ def backends(text: str) -> list[str]:
     return [lookup(name).name for name in split(text, "--backend")]
 
 
-def modes(text: str, backend: str) -> list[str]:
-    """Mode names of a comma list, ``all`` for every one of `backend`."""
-    info = lookup(backend)
+def modes(text: str, names: list[str]) -> list[tuple[str, str]]:
+    """(backend, mode) for each mode of a comma list that a backend has; ``all`` for every mode of each.
+
+    Raises:
+        CliError: a mode that none of the backends has.
+    """
+    known = {name: lookup(name).modes for name in names}
     if text == "all":
-        return list(info.modes)
-    found = []
-    for item in split(text.replace("-", "_"), "--mode"):
-        if item not in info.modes:
-            raise CliError(unknown_message(f"mode for {backend}", item, list(info.modes)))
-        found.append(item)
-    return found
+        return [(name, mode) for name in names for mode in known[name]]
+    asked = split(text.replace("-", "_"), "--mode")
+    for item in asked:
+        if not any(item in own for own in known.values()):
+            everything = list(dict.fromkeys(mode for own in known.values() for mode in own))
+            raise CliError(unknown_message(f"mode for {', '.join(names)}", item, everything))
+    return [(name, mode) for name in names for mode in asked if mode in known[name]]
+
+
+OTHER_PAGE_SIZES = (128, 256, 32, 16, 1)
+"""Tried in turn where a backend does not take the usual 64 tokens and the user did not choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Cases to run, and those that their backend refuses, with its reason."""
+
+    cases: list[Case]
+    refused: dict[Case, str]
+
+
+def settle(cases: list[Case], *, any_page: bool, any_swa: bool) -> Plan:
+    """Ask each case's backend whether it can do it, before anything runs.
+
+    Args:
+        any_page, any_swa: the user left the page size, or the sliding window, to us: another one is tried.
+
+    Raises:
+        CliError: every case is refused.
+    """
+    from ..profilers.measure import refusal
+
+    told: dict[Case, str] = {}
+
+    def refused(case: Case) -> str:
+        key = replace(case, bs=1, bucket=1, context="", tp=1, graph_nodes=0, graph_branches=1)
+        if key not in told:
+            told[key] = refusal(case)
+        return told[key]
+
+    runnable, impossible = [], {}
+    for case in cases:
+        pages = (case.page_size, *OTHER_PAGE_SIZES) if any_page else (case.page_size,)
+        windows = (case.swa, not case.swa) if any_swa else (case.swa,)
+        variants = [replace(case, page_size=page, swa=swa) for swa in windows for page in pages]
+        taken = next((v for v in variants if not refused(v)), None)
+        if taken is None:
+            impossible[case] = refused(case)
+        else:
+            runnable.append(taken)
+    if not runnable:
+        raise CliError(next(iter(impossible.values())))
+    return Plan(list(dict.fromkeys(runnable)), impossible)
 
 
 def sweep(
@@ -86,9 +136,9 @@ def sweep(
     mode: str,
     bs: str,
     context: str,
-    page_size: str,
+    page_size: str | None,
     max_context: str,
-    swa: Iterable[bool],
+    swa: bool | None,
     topk: str,
     draft_tokens: str,
     tp: str,
@@ -97,18 +147,20 @@ def sweep(
     allreduce_at: int,
     device: str,
     seed: int,
-) -> list[Case]:
-    """Every combination, in the order of the options, the largest rank count last.
+) -> Plan:
+    """Every combination, in the order of the options, the largest rank count last, as far as backends can do it.
+
+    `page_size` and `swa` None: what each backend takes, and both with and without a window where it has both.
 
     Raises:
         CliError: a value that no run could use; the message names the option and both numbers.
     """
+    names = backends(backend)
     axes = itertools.product(
         numbers(tp, "--tp", 1),
-        [(b, m) for b in backends(backend) for m in modes(mode, b)],
-        numbers(page_size, "--page-size", 1),
+        [(b, m, w) for b, m in modes(mode, names) for w in _windows(swa, b, m, several=len(names) > 1)],
+        numbers(page_size or "64", "--page-size", 1),
         numbers(max_context, "--max-context", 1),
-        swa,
         split(context, "--context"),
         numbers(bs, "--bs", 0),
         numbers(topk, "--topk"),
@@ -118,13 +170,22 @@ def sweep(
     )
     cases = [
         _case(
-            backend=b, mode=m, bs=n, context=ctx, page_size=page, max_context=limit, swa=with_swa, topk=k,
+            backend=b, mode=m, bs=n, context=ctx, page_size=page, max_context=limit, swa=window, topk=k,
             draft_tokens=drafts, graph_nodes=nodes, graph_branches=branches, allreduce_at=allreduce_at, tp=ranks,
             device=device, seed=seed,
         )
-        for ranks, (b, m), page, limit, with_swa, ctx, n, k, drafts, nodes, branches in axes
+        for ranks, (b, m, window), page, limit, ctx, n, k, drafts, nodes, branches in axes
     ]  # fmt: skip
-    return list(dict.fromkeys(cases))
+    return settle(list(dict.fromkeys(cases)), any_page=page_size is None, any_swa=swa is None)
+
+
+def _windows(swa: bool | None, backend: str, mode: str, several: bool) -> tuple[bool, ...]:
+    """With and without a sliding window, as the backend has it; one of them in a sweep over backends."""
+    if swa is not None:
+        return (swa,)
+    without, with_window = lookup(backend).dispatches.get(mode, (0, None))
+    both = (*([False] if without is not None else []), *([True] if with_window is not None else []))
+    return both[:1] if several else both
 
 
 def _nodes(text: str) -> list[int]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..profilers.devices import Device
     from ..profilers.results import RunWriter
     from ..profilers.sample import Case
+    from .plan import Plan
 
 RANK_TIMEOUT_S = 300.0
 """Silence after which a rank counts as hung: above the longest compilation of one arm."""
@@ -57,7 +58,7 @@ class Outcome:
 class Run:
     """A run, decided: what to measure, how, and where it goes."""
 
-    cases: list[Case]
+    plan: Plan
     arms: tuple[str, ...]
     steps: int
     warmup: int
@@ -74,11 +75,13 @@ class Run:
         from ..profilers.ranks import RankFailure
         from ..profilers.results import RunWriter
 
+        cases = self.plan.cases
         environment = collect(
-            ["attn-graph", *sys.argv[1:]], self._options(), self.device, tp=max(case.tp for case in self.cases)
+            ["attn-graph", *sys.argv[1:]], self._options(), self.device, tp=max(case.tp for case in cases)
         )
         with RunWriter(self.folder, environment, self.resume) as writer:
-            todo = [(i, case) for i, case in enumerate(self.cases) if case.key not in writer.done_cases()]
+            self._write_refused(writer)
+            todo = [(i, case) for i, case in enumerate(cases) if case.key not in writer.done_cases()]
             tuned, notes = self._tuned([case for _, case in todo])
             try:
                 with self._progress(len(todo)) as advance:
@@ -90,6 +93,19 @@ class Run:
                 trace = f"\n{failure.traceback}" if failure.traceback else ""
                 return Outcome(ExitCode.FOUND_WRONG, f"{failure}{trace}", notes)
         return Outcome(ExitCode.OK, notes=notes)
+
+    def _write_refused(self, writer: RunWriter) -> None:
+        """A case that its backend refuses is a row with the reason, so that a sweep shows what it left out."""
+        from ..profilers.results import ACROSS_RANKS
+        from ..profilers.sample import Sample
+
+        for case, reason in self.plan.refused.items():
+            if case.key not in writer.done_cases():
+                blank = [
+                    Sample(arm, ACROSS_RANKS, -1, "prep_host_us", None, "unsupported", cause=reason)
+                    for arm in self.arms
+                ]
+                writer.write_case(case, blank)
 
     def _measure_with(
         self, ranks: int, cases: list[tuple[int, Case]], writer: RunWriter, tuned: dict, advance: Callable[[str], None]
@@ -134,7 +150,7 @@ class Run:
             "warmup": self.warmup,
             "tuned": self.tuned,
             "nvtx": self.nvtx,
-            "cases": len(self.cases),
+            "cases": len(self.plan.cases),
         }
 
     @contextmanager

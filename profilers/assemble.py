@@ -37,7 +37,7 @@ def samples_of(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Sam
 def _rank_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[Sample]:
     for step, lag in enumerate(times.lag_us):
         yield Sample(arm, rank, step, "start_lag_us", float(lag))
-    if _prep_is_real(case, arm):
+    if times.prep_is_real:
         for step, (value, cause) in enumerate(zip(times.prep_us, times.causes_prep, strict=True)):
             yield Sample(arm, rank, step, "prep_host_us", float(value), cause=cause)
     else:
@@ -68,8 +68,3 @@ def _across(case: Case, arm: str, ranks: list[ArmTimes]) -> Iterator[Sample]:
     for step, waits in enumerate(predict_first_wait(ends)):
         for rank, value in enumerate(waits):
             yield Sample(arm, rank, step, "first_wait_us", float(value), source=PREDICTED)
-
-
-def _prep_is_real(case: Case, arm: str) -> bool:
-    """On a CPU only ATen dispatch, and the empty call of a rebuild that lies in the main graph."""
-    return case.device != "cpu" or arm.endswith("-graph") or arm in ("aten-eager", "compile-eager")

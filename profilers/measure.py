@@ -9,12 +9,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from ..backends.base import AttentionBackend, AttentionConfig, PeerMissing
+from ..backends.base import AttentionBackend, AttentionConfig, ConfigError
 from ..backends.batch import (
     BatchShape,
     LiveBatch,
@@ -34,7 +34,7 @@ from .body import BodyShape, DecodeBody
 from .causes import StepCauses, attribute, frozen_gc
 from .clock import monotonic_ns
 from .counters import count
-from .graphs import CaptureError, GraphFactory
+from .graphs import CaptureError, GraphFactory, RecordedGraph
 from .nvtx_ranges import StepRanges
 from .ranks import RankContext
 from .sample import Case, Sample
@@ -70,7 +70,8 @@ class ArmTimes:
     """What one rank saw of one arm. Arrays are [steps] float64, microseconds from the rank's common start.
 
     `causes_*` name what slowed a slow step, or are empty. `status` other than ok: the arm could not be built, `detail`
-    says why, and the arrays are empty.
+    says why, and the arrays are empty. `prep_is_real`: no part of the rebuild was interpreted or replayed by the CPU
+    stand-ins of kernels and graphs, whose times mean nothing.
     """
 
     status: str = "ok"
@@ -79,7 +80,7 @@ class ArmTimes:
     prep_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
     launch_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
     end_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    replay_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    prep_is_real: bool = True
     causes_prep: tuple[str, ...] = ()
     causes_launch: tuple[str, ...] = ()
 
@@ -137,13 +138,17 @@ def batch_shape(case: Case) -> BatchShape:
     )
 
 
-def case_pools(case: Case, device: torch.device | str) -> Pools:
-    """The tables of a case: a row for each request, wide enough for the context and what drafts add."""
+def case_width(case: Case) -> int:
+    """Columns of req_to_token: room for the context and for what drafts add."""
     branches = draft_room(case.topk, case.draft_steps, case.page_size) if case.topk > 1 else 0
-    width = case.max_context + max(case.draft_tokens, case.draft_steps, branches) + 4
+    return case.max_context + max(case.draft_tokens, case.draft_steps, branches) + 4
+
+
+def case_pools(case: Case, device: torch.device | str) -> Pools:
+    """The tables of a case: a row for each request."""
     return make_pools(
         rows=case.bucket + 1,
-        width=width,
+        width=case_width(case),
         page_size=case.page_size,
         swa=case.swa,
         seed=case.seed,
@@ -172,6 +177,30 @@ def case_batches(case: Case, pools: Pools) -> list[LiveBatch]:
         )
         for i in range(DISTINCT_BATCHES)
     ]
+
+
+def refusal(case: Case) -> str:
+    """Why the backend of `case` cannot do it, in its own words; blank if it can.
+
+    Asks a backend with one request on the host: page sizes, modes and table widths are refused alike for any batch.
+    """
+    one = replace(case, bs=min(case.bs, 1), bucket=1, seed=0)
+    width = case_width(case)
+    table = torch.zeros(2, width, dtype=torch.int32)
+    window = torch.zeros(2 * width + 1, dtype=torch.int64) if case.swa else None
+    pools = Pools(table, window, state_slots=torch.zeros(2, dtype=torch.int32))
+    shape, make = batch_shape(one), lookup(case.backend).load()
+    slots = StaticSlots(
+        1, shape.tokens_per_req, make.seq_len_fill_value, "cpu",
+        mask_context=case.max_context if case.topk > 1 else 0, slots_per_token=slots_per_token(case),
+    )  # fmt: skip
+    try:
+        backend = make(attention_config(one), pools, Implementation.ATEN, recorded=True)
+        runner = DecodeRunner(backend, shape.mode.captured, [1], slots, Placement.GRAPH, RecordedGraph)
+        backend.bind(runner.capture_batch(1))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 class CaseBench:
@@ -204,22 +233,20 @@ class CaseBench:
         make = lookup(self.case.backend).load()
         try:
             backend = make(config, self.pools, arm.implementation, recorded=arm.placement is not Placement.EAGER)
-        except PeerMissing as missing:
-            self.failed[name] = ArmTimes("unsupported", str(missing))
-            return
-        runner = DecodeRunner(
-            backend,
-            self.shape.mode.captured,
-            [self.case.bucket],
-            self.slots,
-            arm.placement,
-            self._factory,
-            self._body,
-        )
-        try:
+            runner = DecodeRunner(
+                backend,
+                self.shape.mode.captured,
+                [self.case.bucket],
+                self.slots,
+                arm.placement,
+                self._factory,
+                self._body,
+            )
             runner.capture()
             runner.load_batch(self.batches[0])
             runner.replay()
+        except ConfigError as error:
+            self.failed[name] = ArmTimes("unsupported", str(error))
         except CaptureError as error:
             self.failed[name] = ArmTimes("capture_failed", str(error))
         except Exception as error:
@@ -286,6 +313,14 @@ class CaseBench:
                 found += _device_samples(name, metric, marginal_us(body, device=self.device, cold=cold))
         return found
 
+    def _prep_is_real(self, built: BuiltArm) -> bool:
+        """Whether the host time of this arm's rebuild is what it would be with a GPU behind it."""
+        if self.device.type == "cuda" or built.arm.implementation is Implementation.COMPILE:
+            return True
+        built.runner.load_batch(self.batches[0])
+        seen = count(built.runner.rebuild, [self.slots.seq_lens_cpu])
+        return seen.triton == seen.graphs == 0
+
     def time_steps(self, context: RankContext) -> dict[str, ArmTimes]:
         """Warm up together, then time every arm at every step."""
         names = list(self.built)
@@ -300,7 +335,10 @@ class CaseBench:
                 inputs = self.batches[step % len(self.batches)]
                 for i in range(len(names)):
                     timers[names[(i + step) % len(names)]].run(step, inputs)
-        return {n: timers[n].result(self.settings.warmup) for n in names}
+        return {
+            n: replace(timers[n].result(self.settings.warmup), prep_is_real=self._prep_is_real(self.built[n]))
+            for n in names
+        }
 
     def time_wrapper(self) -> dict[str, np.ndarray]:
         """PyTorch's own graph replay, beside the raw launch: [n] us of host time by arm; empty without a GPU."""
