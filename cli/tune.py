@@ -164,7 +164,7 @@ def _cases(
             context=mix,
             page_size=page_size,
             max_context=str(limit),
-            swa=(False, True) if swa is None else (swa,),
+            swa=swa,
             topk="1",
             draft_tokens="0",
             tp="1",
@@ -173,7 +173,7 @@ def _cases(
             allreduce_at=10,
             device=device,
             seed=seed,
-        )
+        ).cases
     for case in cases:
         kernel_of(case.backend)
     return list(dict.fromkeys(replace(case, bs=case.bucket) for case in cases))
