@@ -28,10 +28,15 @@ def write_swa_slots(buffer: torch.Tensor, out_cache_loc: torch.Tensor, full_to_s
     Raises:
         ConfigError: more slots than the buffer holds.
     """
+    return buffer[: refill_swa_slots(buffer, out_cache_loc, full_to_swa)]
+
+
+def refill_swa_slots(buffer: torch.Tensor, out_cache_loc: torch.Tensor, full_to_swa: torch.Tensor) -> int:
+    """The same for callers that have bound the front already; how many slots were written."""
     n = check_slots(out_cache_loc, buffer)
     buffer[n:].zero_()
     buffer[:n].copy_(full_to_swa[out_cache_loc])
-    return buffer[:n]
+    return n
 
 
 def check_slots(out_cache_loc: torch.Tensor, buffer: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 MQA_SPLIT = 256
@@ -115,3 +116,56 @@ def split_kv(lens: Sequence[int], parts: int) -> SplitKV:
             first_open = last_open = first_open or last_open
         rows.append((begin[0], last, begin[1], end, begin[2], int(first_open), int(last_open), 0))
     return SplitKV(rows, num_splits)
+
+
+MIN_KV_TILE = 128
+"""Fewest KV tokens worth a tile of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """Work of a paged attention kernel: a tile is a block of a request's query rows against one chunk of its KV.
+
+    Attributes:
+        chunk: KV tokens of a tile; the last one of a request may have fewer.
+        request, query_tile, kv_tile: [tiles] int32, request behind request, query tile by query tile.
+    """
+
+    chunk: int
+    request: np.ndarray
+    query_tile: np.ndarray
+    kv_tile: np.ndarray
+
+
+def query_tile_rows(queries: int, group: int) -> int:
+    """Query rows of a tile, for requests of `queries` tokens whose `group` heads share a KV head."""
+    rows = queries * group
+    return 128 if rows > 64 else 64 if rows > 16 else 16
+
+
+def divide_kv(kv_lens: np.ndarray, query_tiles: np.ndarray, most: int, split: bool = True) -> TilePlan:
+    """Divide the KV of each request into the smallest chunks whose tiles are at most `most`, as FlashInfer's host
+    planner does.
+
+    Args:
+        kv_lens: [B] tokens; an empty request still takes one tile for each of its query tiles.
+        query_tiles: [B], how often each request's KV is read.
+        most: tiles that the device takes at once.
+        split: False gives every request one chunk, so that results do not depend on the batch.
+    """
+    kv = np.maximum(kv_lens, 1)
+    low = high = int(kv.max())
+    if split and int(query_tiles.sum()) < most:
+        low = max(MIN_KV_TILE, -(-int((kv * query_tiles).sum()) // most))  # no smaller chunk can do
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-kv // middle) * query_tiles).sum()) > most:
+            low = middle + 1
+        else:
+            high = middle
+    chunks = -(-kv // low)
+    tiles = chunks * query_tiles
+    request = np.repeat(np.arange(len(kv)), tiles)
+    within = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    query_tile, kv_tile = np.divmod(within, chunks[request])
+    return TilePlan(low, request.astype(np.int32), query_tile.astype(np.int32), kv_tile.astype(np.int32))
