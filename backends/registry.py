@@ -96,7 +96,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="B",
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
         target=".dsa:DsaBackend",
-        note="reference schedulers stand in for DeepGEMM's, the top-k kernel's and FlashMLA's; no kernel of theirs runs",
+        note="reference planners stand in for DeepGEMM's, the top-k kernel's and FlashMLA's; no kernel of theirs runs",
         lens="int64",
         dispatches={
             "decode": (23, None),
@@ -155,7 +155,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="B",
         modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2", "dllm_extend"),
         target=".flashinfer:FlashInferBackend",
-        note="a reference planner stands in for FlashInfer's, its work list stays on the host; counts hold the plan's copies",
+        note="a reference planner stands in for FlashInfer's, its work stays on the host; counts hold its copies",
         dispatches={
             "decode": (15, 44),
             "idle": (15, 44),
@@ -191,6 +191,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         target=".ascend_gdn:AscendGdnBackend",
         note="metadata logic on the device at hand, counts without padding (31 and 49 with); no NPU kernel is run",
         dispatches={"decode": (21, None), "idle": (29, None), "target_verify": (38, None)},
+    ),
+    BackendInfo(
+        name="mamba",
+        kind="backend",
+        family="linear_state",
+        pattern="A",
+        modes=(*DECODE_MODES, "target_verify"),
+        target=".mamba:MambaBackend",
+        note="metadata only, counts where the engine says how many rows are padding; no state kernel is run",
+        dispatches={"decode": (11, None), "idle": (12, None), "target_verify": (11, None)},
     ),
     BackendInfo(
         name="deepseek_v4",

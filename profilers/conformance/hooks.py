@@ -15,7 +15,7 @@ from ...backends.base import AttentionBackend
 from ...backends.batch import ForwardBatch, idle_batch
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
 from ...backends.registry import registered
-from ..counters import SYNC_OPS, count
+from ..counters import SYNC_OPS, Counts, count
 from ..graphs import CaptureError
 from .findings import Note, Skip, check
 from .pointers import recorded_arms, selected
@@ -262,7 +262,7 @@ def _as_glue(subject: Subject, arm: Arm) -> str:
 def dispatch_budget(subject: Subject) -> Iterator[str]:
     info = registered().get(subject.case.backend)
     budget = info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa] if info else None
-    subject = subject.but(lens=torch.int32)  # the specified counts are those of int32 lengths, which need no cast
+    subject = subject.but(lens=getattr(torch, info.lens) if info else torch.int32)  # other lengths cost a cast more
     for arm in subject.plain_arms:
         rig = subject.rig(arm)
         counted = {}
@@ -270,12 +270,20 @@ def dispatch_budget(subject: Subject) -> Iterator[str]:
             with rig.on_stream():
                 rig.load(idle_batch() if subject.case.mode == ForwardMode.IDLE else subject.some_batch(size))
                 counted[size] = count(rig.runner.rebuild, [rig.slots.seq_lens_cpu])
-        smallest = counted[min(counted)]
+        smallest, least = counted[min(counted)], min(counted)
+        classic = arm == Arm(Implementation.ATEN, Placement.EAGER)
+        growth = rig.backend.allowances.dispatches_per_request.get(subject.case.mode, 0) if classic else 0
         for size, counts in counted.items():
-            if replace(counts, launches=0) != replace(smallest, launches=0):
-                yield f"B={min(counted)} takes {smallest}, B={size} {counts} ({arm})"
-        yield from _over_budget(arm, smallest, budget, rig.backend.allowances.fused_launches)
+            if _without(counts, growth * (size - least)) != _without(smallest, 0):
+                yield f"B={least} takes {smallest}, B={size} {counts} ({arm})"
+        whole = budget if budget is None else budget + growth * (least - 1)
+        yield from _over_budget(arm, smallest, whole, rig.backend.allowances.fused_launches)
     yield Note(f"classic chain: {budget if budget is not None else 'no'} dispatches specified")
+
+
+def _without(counts: Counts, grown: int) -> tuple[int, ...]:
+    """What must not depend on the batch size, less what the chain does for each further request."""
+    return counts.dispatches - grown, counts.syncs, counts.triton, counts.graphs
 
 
 def _over_budget(arm: Arm, counts: Any, budget: int | None, fused_launches: int) -> Iterator[str]:

@@ -93,12 +93,13 @@ def quick_sizes(mode: ForwardMode) -> Iterator[Sizes]:
     yield small
     yield replace(small, swa=True, step_id=1, steps=4)
     if mode is ForwardMode.IDLE:
+        yield Sizes(256, 1500, (2,), swa=True, steps=4, thin=5)
         return
     int32 = torch.int32
     yield Sizes(1, 61, (1, 8), 2, 2, swa=turn, holes=True, lens=int32, rows=int32, steps=5, thin=5)
     yield Sizes(64, 500, (7,), 8, 3, step_id=1, swa=not turn, holes=True, rows=int32, steps=5, thin=5)
     yield Sizes(128, 1000, (33,), 1, 2, swa=turn, lens=int32, steps=2, thin=2)
-    yield Sizes(256, 1500, (2,), 2, 2, swa=not turn, thin=5)
+    yield Sizes(256, 1500, (2,), 2, 2, swa=True, thin=5)
     if mode.is_speculative:
         yield Sizes(1, 61, (3,), 4, 3, topk=4, thin=5)
         yield Sizes(16, 116, (2,), 4, 3, topk=2, swa=turn, steps=5, thin=5)
@@ -115,7 +116,7 @@ def full_sizes(mode: ForwardMode, device: torch.device) -> Iterator[Sizes]:
         yield Sizes(16, 500, (1, 2, 8), swa=swa, step_id=int(swa), probe=True)
         if mode is ForwardMode.IDLE:
             continue
-        for i, (page, context) in enumerate(((1, 600), (16, 4000), (32, 8000), (64, 8192), (128, 16000))):
+        for i, (page, context) in enumerate(((1, 600), (16, 4000), (32, 8000), (64, 8192), (128, 16000), (256, 32000))):
             yield Sizes(
                 page_size=page,
                 max_context=context,
