@@ -1,0 +1,231 @@
+"""Recurrent layers (Mamba2, gated delta rule, Kimi delta): the state slot of each request, and where its queries start.
+
+With v live requests, the first rows of the batch (padding is its tail), and N tokens each in verify:
+
+| field                                 | decode, idle                           | target_verify               |
+|---------------------------------------|----------------------------------------|-----------------------------|
+| mamba_cache_indices                   | state_slots[pool[b]], -1 from v on     | the same                    |
+| query_start_loc                       | min(b, v)                              | min(b, v) * N               |
+| retrieve_next_token, _sibling         | None                                   | topk > 1: links of live rows|
+| retrieve_parent_token                 | None                                   | topk > 1: the kernel's own  |
+| intermediate_state_indices (gdn)      | None                                   | b, constant                 |
+| num_decodes, draft_token_num (mamba2) | B, 1                                   | B, N                        |
+| req_pool_indices                      | the runner's: 0 from v on              | the same                    |
+
+Kernels skip rows whose slot is -1. The pool rows are zeroed before they are looked up, so that the look-up stays in
+range, and -1 is written after it. Link rows of padding keep what they held; nobody follows them.
+
+How many rows are padding is asked of the engine. Without an answer they are counted, as older releases always did: rows
+of length 1, which takes a live row of that length for padding, and padding for live where another backend of the
+model chose the fill. A warm-up run of a capture updates the state of slot state_slots[0], which is therefore reserved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import Allowances, AttentionBackend, ConfigError
+from .batch import ForwardBatch
+from .kernels.linear_state import PreparedLinearState
+from .modes import ForwardMode
+from .oracle import Expected, HostBatch, HostPools, mamba
+
+Mode = ForwardMode
+
+VARIANTS = ("gdn", "kda", "mamba2")
+
+
+@dataclass(slots=True, kw_only=True)
+class MambaMetadata:
+    """Views into the instance's buffers, bound at capture. B = captured batch size."""
+
+    mamba_cache_indices: torch.Tensor  # [B] int32, device
+    query_start_loc: torch.Tensor  # [B + 1] int32, device
+    retrieve_next_token: torch.Tensor | None  # [B, N] int32, device
+    retrieve_next_sibling: torch.Tensor | None  # [B, N] int32, device
+    retrieve_parent_token: torch.Tensor | None  # [B, N] int32, device; the conv kernel's to write
+    fused: PreparedLinearState | None = None  # bound at the first fused rebuild
+
+
+@dataclass(slots=True, kw_only=True)
+class GdnMetadata(MambaMetadata):
+    """What the gated delta rule's verify kernel reads besides."""
+
+    intermediate_state_indices: torch.Tensor | None  # [B] int32, device, constant
+
+
+@dataclass(slots=True, kw_only=True)
+class Mamba2Metadata(MambaMetadata):
+    """Host constants by which Mamba2 layers split a mixed batch; a graph has no prefills."""
+
+    num_decodes: int
+    is_target_verify: bool
+    draft_token_num: int
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+
+
+class MambaBackend(AttentionBackend):
+    """Metadata of recurrent layers. Pattern A: capture and replay run the same refresh.
+
+    Option, in config.extra: variant, one of VARIANTS; kda by default, which adds nothing to the fields they share.
+    """
+
+    modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY})
+    padding_slot = -1
+    """State slot of padding rows."""
+    allowances = Allowances(shared_between_modes=frozenset({"mamba_cache_indices", "query_start_loc"}))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        name = type(self).__name__
+        if max_num_tokens % max_bs:
+            raise ConfigError(f"max_num_tokens {max_num_tokens} is no multiple of max_bs {max_bs}")
+        if self.pools.state_slots is None:
+            raise ConfigError(f"{name} needs pools.state_slots, the state slot of each request row; got None")
+        self.variant = self.config.extra.get("variant", "kda")
+        if self.variant not in VARIANTS:
+            raise ConfigError(f"unknown variant {self.variant!r} of {name}. Known: {', '.join(VARIANTS)}")
+        self.max_bs, self.tokens = max_bs, max_num_tokens // max_bs
+        self.state_indices, self.query_starts = self._ints(-1, max_bs), self._ints(0, max_bs + 1)
+        # One set for all sizes: graphs of one instance share their inputs and never run side by side.
+        links = range(3) if self.config.topk > 1 else ()
+        self.links = tuple(self._ints(0, max_bs, self.tokens) for _ in links)
+        self.row_numbers = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self.row_starts = self.row_numbers * self.tokens
+
+    def _ints(self, value: int, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=self.device)
+
+    def bind(self, fb: ForwardBatch) -> MambaMetadata:
+        b, verify, common = fb.batch_size, self._verifies(fb), self._views(fb)
+        if self.variant == "mamba2":
+            draft_tokens = self.tokens if verify else 1
+            return Mamba2Metadata(**common, num_decodes=b, is_target_verify=verify, draft_token_num=draft_tokens)
+        if self.variant == "gdn":
+            return GdnMetadata(**common, intermediate_state_indices=self.row_numbers[:b] if verify else None)
+        return MambaMetadata(**common)
+
+    def _views(self, fb: ForwardBatch) -> dict[str, torch.Tensor | None]:
+        """The fields that all variants have."""
+        b, n, verify = fb.batch_size, self.tokens, self._verifies(fb)
+        if not 0 < b <= self.max_bs:
+            raise ConfigError(f"batch size {b} is not within 1..{self.max_bs}, the rows of mamba_cache_indices")
+        if verify and fb.spec_info.draft_token_num != n:
+            raise ConfigError(f"verify has {fb.spec_info.draft_token_num} draft tokens, the buffers have {n} a request")
+        links = [x[:b] for x in self.links] if verify and self.links else (None, None, None)
+        return {
+            "mamba_cache_indices": self.state_indices[:b],
+            "query_start_loc": self.query_starts[: b + 1],
+            "retrieve_next_token": links[0],
+            "retrieve_next_sibling": links[1],
+            "retrieve_parent_token": links[2],
+        }
+
+    # The classic chain, op for op as upstream's. The number of padding rows may be a tensor on the host, when every
+    # use of it subtracts, reads and slices anew.
+
+    def rebuild_aten(self, fb: ForwardBatch, md: MambaMetadata) -> None:
+        padding = self._padding(fb)
+        self._aten_slots(fb, md, padding)
+        self._aten_starts(fb, md, padding)
+        self._aten_links(fb, md)
+
+    def _padding(self, fb: ForwardBatch) -> torch.Tensor | int:
+        """Padding rows: what the engine says, else as many as have the fill length, else none."""
+        if fb.num_padding is not None:
+            return fb.num_padding
+        if fb.seq_lens_cpu is None:
+            return 0
+        return (_rows(fb.seq_lens_cpu, fb.batch_size) == self.seq_len_fill_value).count_nonzero()
+
+    def _aten_slots(self, fb: ForwardBatch, md: MambaMetadata, padding: torch.Tensor | int) -> torch.Tensor:
+        b = fb.batch_size
+        pool = _rows(fb.req_pool_indices, b)
+        pool[b - padding :] = 0
+        slots = self.pools.state_slots[pool]
+        slots[b - padding :] = self.padding_slot
+        md.mamba_cache_indices[: len(slots)].copy_(slots)
+        return slots
+
+    def _aten_starts(self, fb: ForwardBatch, md: MambaMetadata, padding: torch.Tensor | int) -> None:
+        b, verify = fb.batch_size, self._verifies(fb)
+        starts = self.row_starts if verify else self.row_numbers
+        if padding == 0:
+            md.query_start_loc.copy_(starts[: b + 1])
+        else:
+            md.query_start_loc[: b - padding].copy_(starts[: b - padding])
+            end = b - padding
+            md.query_start_loc[b - padding :].fill_(end * self.tokens if verify else end)
+
+    def _aten_links(self, fb: ForwardBatch, md: MambaMetadata) -> None:
+        if md.retrieve_next_token is None or fb.spec_info.retrieve_next_token is None:
+            return
+        for field, links in (
+            (md.retrieve_next_token, fb.spec_info.retrieve_next_token),
+            (md.retrieve_next_sibling, fb.spec_info.retrieve_next_sibling),
+        ):
+            field[: links.shape[0]].copy_(links)
+
+    # What a graph can hold asks the device how many rows are live.
+
+    def rebuild_aten_static(self, fb: ForwardBatch, md: MambaMetadata) -> None:
+        b, n = fb.batch_size, self._width(fb)
+        requests = self._live_tokens(fb) // n
+        live = self.row_numbers[:b] < requests
+        pool = fb.req_pool_indices[:b]
+        pool.mul_(live)
+        md.mamba_cache_indices.copy_(self.pools.state_slots[pool].masked_fill_(~live, self.padding_slot))
+        md.query_start_loc.copy_(torch.minimum(self.row_numbers[: b + 1], requests) * n)
+        if md.retrieve_next_token is not None:
+            rows = live[:, None]
+            for field, links in (
+                (md.retrieve_next_token, fb.spec_info.retrieve_next_token),
+                (md.retrieve_next_sibling, fb.spec_info.retrieve_next_sibling),
+            ):
+                field.copy_(torch.where(rows, links, field))
+
+    def rebuild_fused(self, fb: ForwardBatch, md: MambaMetadata) -> None:
+        if md.fused is None:
+            md.fused = PreparedLinearState(**self._launch_arguments(fb, md))
+        links = (None, None)
+        if md.retrieve_next_token is not None:
+            links = fb.spec_info.retrieve_next_token, fb.spec_info.retrieve_next_sibling
+        md.fused(fb.req_pool_indices, self._live_tokens(fb), *links)
+
+    def _launch_arguments(self, fb: ForwardBatch, md: MambaMetadata) -> dict:
+        """Everything that `PreparedLinearState` is bound to."""
+        return {
+            "req_pool_indices": fb.req_pool_indices,
+            "state_slots": self.pools.state_slots,
+            "live_tokens": self._live_tokens(fb),
+            "state_indices": md.mamba_cache_indices,
+            "query_start_loc": md.query_start_loc,
+            "next_token": md.retrieve_next_token,
+            "next_sibling": md.retrieve_next_sibling,
+            "bs": fb.batch_size,
+            "width": self._width(fb),
+            "padding_slot": self.padding_slot,
+        }
+
+    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
+        return mamba.expected(batch, pools, draft_tokens=self.tokens, topk=self.config.topk, variant=self.variant)
+
+    @staticmethod
+    def _verifies(fb: ForwardBatch) -> bool:
+        return fb.forward_mode is Mode.TARGET_VERIFY
+
+    def _width(self, fb: ForwardBatch) -> int:
+        """Query tokens of a request."""
+        return self.tokens if self._verifies(fb) else 1
+
+    def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:
+        if fb.num_token_non_padded is None:
+            raise ConfigError("num_token_non_padded is None: recorded work cannot tell which rows are padding")
+        return fb.num_token_non_padded
+
+
+def _rows(x: torch.Tensor, b: int) -> torch.Tensor:
+    """The first b rows; no view where that is all of them."""
+    return x if x.shape[0] == b else x[:b]
