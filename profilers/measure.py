@@ -140,7 +140,7 @@ def batch_shape(case: Case) -> BatchShape:
 
 def case_width(case: Case) -> int:
     """Columns of req_to_token: room for the context and for what drafts add."""
-    branches = draft_room(case.topk, case.draft_steps, case.page_size) if case.topk > 1 else 0
+    branches = draft_room(case.topk, case.draft_steps, case.page_size) if case.topk > 1 and case.draft_steps else 0
     return case.max_context + max(case.draft_tokens, case.draft_steps, branches) + 4
 
 
