@@ -203,6 +203,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         dispatches={"decode": (11, None), "idle": (12, None), "target_verify": (11, None)},
     ),
     BackendInfo(
+        name="lightning",
+        kind="backend",
+        family="linear_state",
+        pattern="A",
+        modes=(*DECODE_MODES, "target_verify"),
+        target=".lightning:LightningBackend",
+        note="metadata only, counts where the engine says how many rows are padding; no trees, as upstream",
+        dispatches={"decode": (15, None), "idle": (16, None), "target_verify": (15, None)},
+    ),
+    BackendInfo(
         name="deepseek_v4",
         kind="backend",
         family="compressed",

@@ -64,6 +64,11 @@ def counts_by_value(own: Replayer, live: LiveBatch) -> Counts:
     return count(lambda: own.backend.init_forward_metadata_out_graph(view), [own.runner.slots.seq_lens_cpu])
 
 
+def counted(golden: Golden) -> bool:
+    """Whether the recorded release counts padding by value: only that reads scalars."""
+    return golden.host(0)["dispatches_out_graph"]["sync"] > 0
+
+
 def recorded(golden: Golden, cls: type[AttentionBackend], **extra) -> Iterator[tuple[int, Replayer, Counts]]:
     """(replay, instance behind it, what it cost) for each replay of a file by the classic chain of `cls`; no oracle."""
     own = golden.captured(cls, ARMS[0], **extra)

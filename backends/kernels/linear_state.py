@@ -1,4 +1,4 @@
-"""Linear-attention metadata in one launch: state slots, query starts, token numbers and draft-tree links."""
+"""Linear-attention metadata in one launch: state slots, query starts and lengths, token numbers, draft-tree links."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BLOCK = 256
 @triton.jit(do_not_specialize=["bs", "n_links"])
 def _linear_state_kernel(
     req_pool_indices, state_slots, live_tokens, next_token_in, next_sibling_in,
-    state_indices, query_start_loc, token_numbers, next_token, next_sibling,
+    state_indices, query_start_loc, query_lengths, token_numbers, next_token, next_sibling,
     bs, n_links,
-    WIDTH: tl.constexpr, PADDING_SLOT: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_LINKS: tl.constexpr,
-    LANES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDING_SLOT: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_TOKENS: tl.constexpr,
+    HAS_LINKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = tl.load(live_tokens).to(tl.int32) // WIDTH
@@ -28,6 +28,8 @@ def _linear_state_kernel(
     tl.store(state_indices + i, tl.where(ours, slot, PADDING_SLOT), mask=i < bs)
     tl.store(req_pool_indices + i, pool, mask=(i < bs) & (i >= live))
     tl.store(query_start_loc + i, tl.minimum(i, live) * WIDTH, mask=i <= bs)
+    if HAS_LENGTHS:
+        tl.store(query_lengths + i, tl.where(ours, WIDTH, 0), mask=i < bs)
     if HAS_TOKENS:
         tl.store(token_numbers + i, i, mask=i < bs * WIDTH)
     if HAS_LINKS:
@@ -45,6 +47,7 @@ class PreparedLinearState:
         live_tokens: [1] int32, v * width: on the device, so that a graph can hold the launch.
         state_indices: [bs] int32, out: state_slots[req_pool_indices], padding_slot from v on.
         query_start_loc: [bs + 1] int32, out: min(b, v) * width.
+        query_lengths: [bs] int32, out: width, 0 from v on; None writes none.
         token_numbers: [bs * width] int32, out: 0, 1, 2, ...; None writes none.
         next_token, next_sibling: [bs, width] int32, out: the links of a call, rows below v; None writes none.
         bs: captured batch size.
@@ -60,6 +63,7 @@ class PreparedLinearState:
         live_tokens: torch.Tensor,
         state_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
+        query_lengths: torch.Tensor | None = None,
         token_numbers: torch.Tensor | None = None,
         next_token: torch.Tensor | None = None,
         next_sibling: torch.Tensor | None = None,
@@ -71,6 +75,7 @@ class PreparedLinearState:
         has_links = next_token is not None
         args = (
             req_pool_indices, state_slots, live_tokens, absent, absent, state_indices, query_start_loc,
+            absent if query_lengths is None else query_lengths,
             absent if token_numbers is None else token_numbers,
             next_token if has_links else absent,
             next_sibling if has_links else absent,
@@ -79,6 +84,7 @@ class PreparedLinearState:
         options = {
             "WIDTH": width,
             "PADDING_SLOT": padding_slot,
+            "HAS_LENGTHS": query_lengths is not None,
             "HAS_TOKENS": token_numbers is not None,
             "HAS_LINKS": has_links,
             "LANES": BLOCK,
@@ -86,7 +92,7 @@ class PreparedLinearState:
         }
         lanes = max(bs + 1, bs * width if token_numbers is not None or has_links else 0)
         grid = (-(-lanes // BLOCK),)
-        self._launch = PreparedLaunch(_linear_state_kernel, grid, args, options, varying=(0, 2, 3, 4, 11))
+        self._launch = PreparedLaunch(_linear_state_kernel, grid, args, options, varying=(0, 2, 3, 4, 12))
 
     def __call__(
         self,

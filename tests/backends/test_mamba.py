@@ -12,7 +12,18 @@ from attn_graph.backends.mamba import VARIANTS, MambaBackend
 from attn_graph.backends.modes import ForwardMode
 from attn_graph.backends.registry import lookup
 from golden_replays import Golden, cases
-from linear_states import BUCKET, N, backend_of, batches, capture, counts_by_value, pools_for, recorded, requests
+from linear_states import (
+    BUCKET,
+    N,
+    backend_of,
+    batches,
+    capture,
+    counted,
+    counts_by_value,
+    pools_for,
+    recorded,
+    requests,
+)
 from rebuilds import ARMS, replayed
 
 Mode = ForwardMode
@@ -196,11 +207,6 @@ def test_sizes_that_cannot_work_are_refused():
 
 def variant_of(path) -> str:
     return next(v for v in VARIANTS if v in path.stem.split("_"))
-
-
-def counted(golden: Golden) -> bool:
-    """Whether the recorded release counts padding by value: only that reads scalars."""
-    return golden.host(0)["dispatches_out_graph"]["sync"] > 0
 
 
 @pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
