@@ -90,6 +90,7 @@ class Allowances:
         unordered: fields whose written cells may come in any order.
         fused_launches: launches of one fused rebuild; more than one only where data dependencies leave no choice.
         dispatches_per_request: by mode, what the classic chain dispatches for each request where it loops over them.
+        syncs_per_request: how often it then waits for the device.
     """
 
     aliases: frozenset[frozenset[str]] = frozenset()
@@ -98,6 +99,7 @@ class Allowances:
     unordered: frozenset[str] = frozenset()
     fused_launches: int = 1
     dispatches_per_request: Mapping[str, int] = field(default_factory=dict)
+    syncs_per_request: int = 0
 
 
 class AttentionBackend(ABC):

@@ -249,6 +249,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="dual_chunk",
+        kind="backend",
+        family="page_table",
+        pattern="A",
+        modes=DECODE_MODES,
+        target=".dual_chunk:DualChunkBackend",
+        note="metadata only; counts are those of one request: each further one adds 20, or 42 past the first chunk",
+        dispatches={"decode": (55, None), "idle": (55, None)},
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...backends.base import AttentionBackend
+from ...backends.base import Allowances, AttentionBackend
 from ...backends.batch import ForwardBatch, idle_batch
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
 from ...backends.registry import registered
@@ -266,24 +266,27 @@ def dispatch_budget(subject: Subject) -> Iterator[str]:
     for arm in subject.plain_arms:
         rig = subject.rig(arm)
         counted = {}
-        for size in rig.runner.buckets:
+        idle = subject.case.mode == ForwardMode.IDLE
+        for size in rig.runner.buckets[: 1 if idle else None]:  # no requests take the smallest
             with rig.on_stream():
-                rig.load(idle_batch() if subject.case.mode == ForwardMode.IDLE else subject.some_batch(size))
+                rig.load(idle_batch() if idle else subject.some_batch(size))
                 counted[size] = count(rig.runner.rebuild, [rig.slots.seq_lens_cpu])
         smallest, least = counted[min(counted)], min(counted)
         classic = arm == Arm(Implementation.ATEN, Placement.EAGER)
-        growth = rig.backend.allowances.dispatches_per_request.get(subject.case.mode, 0) if classic else 0
+        allowed = rig.backend.allowances if classic else Allowances()
+        growth = allowed.dispatches_per_request.get(subject.case.mode, 0)
         for size, counts in counted.items():
-            if _without(counts, growth * (size - least)) != _without(smallest, 0):
+            more = size - least
+            if _without(counts, growth * more, allowed.syncs_per_request * more) != _without(smallest, 0, 0):
                 yield f"B={least} takes {smallest}, B={size} {counts} ({arm})"
         whole = budget if budget is None else budget + growth * (least - 1)
         yield from _over_budget(arm, smallest, whole, rig.backend.allowances.fused_launches)
     yield Note(f"classic chain: {budget if budget is not None else 'no'} dispatches specified")
 
 
-def _without(counts: Counts, grown: int) -> tuple[int, ...]:
+def _without(counts: Counts, dispatches: int, syncs: int) -> tuple[int, ...]:
     """What must not depend on the batch size, less what the chain does for each further request."""
-    return counts.dispatches - grown, counts.syncs, counts.triton, counts.graphs
+    return counts.dispatches - dispatches, counts.syncs - syncs, counts.triton, counts.graphs
 
 
 def _over_budget(arm: Arm, counts: Any, budget: int | None, fused_launches: int) -> Iterator[str]:
