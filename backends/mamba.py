@@ -138,11 +138,11 @@ class MambaBackend(AttentionBackend):
             return fb.num_padding
         if fb.seq_lens_cpu is None:
             return 0
-        return (_rows(fb.seq_lens_cpu, fb.batch_size) == self.seq_len_fill_value).count_nonzero()
+        return (first_rows(fb.seq_lens_cpu, fb.batch_size) == self.seq_len_fill_value).count_nonzero()
 
     def _aten_slots(self, fb: ForwardBatch, md: MambaMetadata, padding: torch.Tensor | int) -> torch.Tensor:
         b = fb.batch_size
-        pool = _rows(fb.req_pool_indices, b)
+        pool = first_rows(fb.req_pool_indices, b)
         pool[b - padding :] = 0
         slots = self.pools.state_slots[pool]
         slots[b - padding :] = self.padding_slot
@@ -226,6 +226,6 @@ class MambaBackend(AttentionBackend):
         return fb.num_token_non_padded
 
 
-def _rows(x: torch.Tensor, b: int) -> torch.Tensor:
+def first_rows(x: torch.Tensor, b: int) -> torch.Tensor:
     """The first b rows; no view where that is all of them."""
     return x if x.shape[0] == b else x[:b]
