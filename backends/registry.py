@@ -259,6 +259,16 @@ BUILTIN: tuple[BackendInfo, ...] = (
         dispatches={"decode": (55, None), "idle": (55, None)},
     ),
     BackendInfo(
+        name="multi_step_draft",
+        kind="wrapper",
+        family="steps",
+        pattern="-",
+        modes=("draft_decode",),
+        target=".wrappers.multi_step_draft:MultiStepDraft",
+        note="over triton, trtllm_mha, flashattention, trtllm_mla, flashmla and dsa; counts are triton's",
+        dispatches={"draft_decode": (2, 2)},
+    ),
+    BackendInfo(
         name="decode",
         kind="runner",
         family="static_slots",

@@ -388,6 +388,35 @@ class TritonBackend(AttentionBackend):
         return torch.full((n,), self.splits.max_splits, dtype=torch.int32, device=self.device)
 
 
+class TritonDraftStep(TritonBackend):
+    """One step of a multi-step draft. The wrapper owns and fills its tables; this one hands them to the kernels."""
+
+    modes = frozenset({Mode.DRAFT_DECODE})
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        c, rule = self.config, split_rule(self.config, self.device)
+        self.max_bs, self.splits = max_bs, rule
+        heads, v_dim = c.num_heads, c.extra.get("v_head_dim", 128)
+        self.attn_logits = self._zeros(max_num_tokens, heads, rule.max_splits, v_dim, dtype=torch.float32)
+        self.attn_lse = self._zeros(max_num_tokens, heads, rule.max_splits, dtype=torch.float32)
+
+    def adopt(self, num_kv_splits: torch.Tensor) -> None:
+        """Use the split counts that the wrapper fills for all steps: [max_tokens] int32."""
+        self.num_kv_splits = num_kv_splits
+
+    def bind(self, fb: ForwardBatch) -> TritonMetadata:
+        spec = fb.spec_info
+        if spec is None or spec.kv_indptr is None or spec.kv_indices is None:
+            raise ConfigError("draft decode needs the kv_indptr and kv_indices of its step: use multi_step_draft")
+        tables = CsrTables(spec.kv_indptr, spec.kv_indices, num_kv_splits=self.num_kv_splits, splits=self.splits)
+        return self._metadata(tables, None, self.kernel_config(fb.batch_size))
+
+    def rebuild_aten(self, fb: ForwardBatch, md: TritonMetadata) -> None:
+        """Nothing: the wrapper fills the tables of all steps at once."""
+
+    rebuild_aten_static = rebuild_fused = rebuild_aten
+
+
 def numpy_type(dtype: torch.dtype) -> type:
     """The NumPy scalar type of a tensor's elements."""
     return getattr(np, str(dtype).removeprefix("torch."))

@@ -1,0 +1,275 @@
+"""EAGLE draft decoding: one inner backend for each of S - 1 steps, so that one graph can run them all.
+
+| family       | inner backends            | replay                                        | step i has          |
+|--------------|---------------------------|-----------------------------------------------|---------------------|
+| shared table | triton                    | one rebuild fills all steps, inners untouched | positions + i + 1   |
+| per step     | trtllm_mha, flashattention| every inner's own hook                        | seq_lens + i + 1    |
+| page table   | trtllm_mla, flashmla      | every inner's own hook                        | the inner's rule    |
+| one for all  | dsa                       | one inner, whose metadata every step reads    | seq_lens            |
+
+Step 0's tokens come from draft extend, hence S - 1. Write slots come as one flat [B, K, S] vector, and a step writes
+its own column of it. Source: specs of SGLang's multi-step draft backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError, NotCapturedError
+from ..batch import ForwardBatch, Pools
+from ..kernels.csr_metadata import CsrConfig, default_config
+from ..kernels.draft_kv_indices import launch_draft_kv_indices
+from ..kernels.draft_metadata import DraftMetadata
+from ..kernels.kv_splits import launch_kv_splits
+from ..modes import ForwardMode, Implementation, TailPolicy
+from ..oracle import Expected, HostBatch, HostPools, multi_step_draft
+from ..registry import lookup
+from ..triton import TritonDraftStep, check_index_space, split_rule
+from .forwarding import Forwarding
+
+Mode = ForwardMode
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a kind of inner backend is used.
+
+    Attributes:
+        shares_tables: the wrapper owns and fills the tables of all steps.
+        one_for_all: the steps do not differ, one inner serves them.
+    """
+
+    shares_tables: bool = False
+    one_for_all: bool = False
+
+
+FAMILIES = {
+    "triton": Family(shares_tables=True),
+    "trtllm_mha": Family(),
+    "flashattention": Family(),
+    "trtllm_mla": Family(),
+    "flashmla": Family(),
+    "dsa": Family(one_for_all=True),
+}
+
+
+class MultiStepDraft(Forwarding):
+    """Draft decode over an inner backend, config.extra["inner"] (triton). Other options are the inner backend's.
+
+    `metadata` holds {"step0": ..., "step1": ...}, each the object of that step's inner.
+    """
+
+    modes = frozenset({Mode.DRAFT_DECODE})
+    allowances = Allowances(
+        aliases=frozenset({frozenset(f"step{i}.num_kv_splits" for i in range(16))}),  # one vector serves every step
+    )
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        pools: Pools,
+        implementation: Implementation = Implementation.FUSED,
+        *,
+        recorded: bool = True,
+        tail: TailPolicy | None = None,
+    ) -> None:
+        name = config.extra.get("inner", "triton")
+        if name not in FAMILIES:
+            raise ConfigError(f"multi_step_draft has no inner backend {name!r}. It has: {', '.join(FAMILIES)}")
+        self.family, steps = FAMILIES[name], config.draft_steps
+        if steps < 1:
+            raise ConfigError(f"multi_step_draft needs draft_steps of at least 1, got {steps}")
+        inner = TritonDraftStep if self.family.shares_tables else lookup(name).load()
+        served = min(steps - 1, 1) if self.family.one_for_all else steps - 1
+        self._inners = [
+            inner(replace(config, step_id=i), pools, implementation, recorded=recorded, tail=tail)
+            for i in range(served)
+        ]
+        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
+        if self._inners:
+            self.tail = self._inners[0].tail
+        self.tables: DraftTables | None = None
+
+    @property
+    def children(self) -> Sequence[AttentionBackend]:
+        return self._inners
+
+    @property
+    def seq_len_fill_value(self) -> int:
+        """seq_lens of padding rows: the inner backend's. One step has no inner, and no use for it."""
+        return self._inners[0].seq_len_fill_value if self._inners else 1
+
+    def inner(self, step: int) -> AttentionBackend:
+        """The backend that attention layers of draft step `step` use."""
+        return self._inners[0 if self.family.one_for_all else step]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.max_bs = max_bs
+        if self.family.shares_tables:
+            self.tables = DraftTables(self.config, self.pools, max_bs)
+            for inner in self._inners:
+                inner.adopt(self.tables.num_kv_splits)
+        self.forward_hook("init_cuda_graph_state", max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
+        key = (fb.forward_mode, fb.batch_size)
+        if in_capture:
+            self._check_mode(fb)
+            if self.tables is not None:
+                self.tables.bind(fb)
+        elif key not in self.metadata:
+            raise NotCapturedError(self._not_captured(*key))
+        if in_capture or not self.family.shares_tables:
+            self.forward_hook("init_forward_metadata_out_graph", fb, in_capture=in_capture)
+        if in_capture:
+            self.metadata[key] = self.bind(fb)
+        self.forward_metadata = self.metadata[key]
+        if not self.recorded:
+            self._rebuild(fb, self.forward_metadata)
+
+    def init_forward_metadata_in_graph(self, fb: ForwardBatch) -> None:
+        if self.recorded:
+            self._rebuild(fb, self.forward_metadata)
+        self.forward_hook("init_forward_metadata_in_graph", fb)
+
+    def seen_by(self, child: int, fb: ForwardBatch) -> ForwardBatch:
+        """The batch of one step: its own column of the write slots and, with shared tables, its own rows."""
+        rows, steps = fb.batch_size * max(self.config.topk, 1), self.config.draft_steps
+        slots, spec = fb.out_cache_loc, fb.spec_info
+        if self.pools.writes_swa and self.config.topk <= 1 and slots is not None and slots.shape[0] > rows:
+            slots = slots[child::steps]
+        if self.tables is not None:
+            indptr, indices = self.tables.views(fb, child)
+            spec = replace(spec, kv_indptr=indptr, kv_indices=indices)
+        return replace(fb, out_cache_loc=slots, spec_info=spec, encoder_lens=None)
+
+    def bind(self, fb: ForwardBatch) -> dict[str, object]:
+        return {f"step{i}": inner.metadata[fb.forward_mode, fb.batch_size] for i, inner in enumerate(self._inners)}
+
+    # Only shared tables are rebuilt here; other families do it in their inner backends' hooks.
+
+    def rebuild_aten(self, fb: ForwardBatch, md: dict[str, object]) -> None:
+        if self.tables is not None:
+            self.tables.classic(fb)
+
+    rebuild_aten_static = rebuild_aten
+    """The classic chain reads nothing on the host: a graph records it as it is."""
+
+    def rebuild_fused(self, fb: ForwardBatch, md: dict[str, object]) -> None:
+        if self.tables is not None:
+            self.tables.fused[fb.batch_size](fb.req_pool_indices, fb.seq_lens, fb.positions)
+
+    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
+        if self.tables is not None:
+            return self.tables.expected(batch, pools)
+        steps, fields = self.config.draft_steps, {}
+        for i, inner in enumerate(self._inners):
+            slots = batch.out_cache_loc
+            if pools.swa_write and pools.full_to_swa is not None and len(slots) > batch.live_requests:
+                slots = slots[i::steps]
+            seen = replace(batch, out_cache_loc=slots)
+            fields |= {f"step{i}.{name}": want for name, want in inner.expected(seen, pools).items()}
+        return fields
+
+
+class DraftTables:
+    """The tables of all draft steps: row i of each belongs to step i. S rows, as upstream has, of which S - 1 are read.
+
+    Raises:
+        ConfigError: int32 offsets cannot address a row, or req_to_token has no room for the draft slots.
+    """
+
+    def __init__(self, config: AttentionConfig, pools: Pools, max_bs: int) -> None:
+        self.config, self.pools = config, pools
+        self.topk, self.steps = max(config.topk, 1), config.draft_steps
+        self.longest = config.max_context + self.steps  # a branch's prefix and its draft tokens
+        check_index_space("cuda_graph_kv_indices", max_bs * self.topk, self.longest)
+        width, needed = pools.req_to_token.shape[1], last_draft_column(config) + 1
+        if width < needed:
+            raise ConfigError(
+                f"req_to_token is {width} tokens wide, but draft slots of {self.topk} branches and {self.steps} steps "
+                f"at max_context {config.max_context} reach column {needed}"
+            )
+        device, branches = pools.req_to_token.device, max_bs * self.topk
+        self.max_bs = max_bs
+        self.splits = split_rule(config, device)
+        self.kv_indptr = torch.zeros(self.steps, branches + 1, dtype=torch.int32, device=device)
+        self.kv_indices = torch.zeros(self.steps, branches * self.longest, dtype=torch.int64, device=device)
+        self.num_kv_splits = torch.full((branches,), self.splits.max_splits, dtype=torch.int32, device=device)
+        self.fused: dict[int, DraftMetadata] = {}
+
+    def bind(self, fb: ForwardBatch) -> None:
+        """Prepare the launch of one captured size.
+
+        Raises:
+            ConfigError: the size, or the positions it brings, do not fit.
+        """
+        b, served = fb.batch_size, self.steps - 1
+        if b > self.max_bs:
+            raise ConfigError(f"batch size {b} exceeds the buffers' {self.max_bs} rows")
+        if fb.positions is None or fb.positions.shape[0] < b * self.topk:
+            found = 0 if fb.positions is None else fb.positions.shape[0]
+            raise ConfigError(
+                f"positions has {found} entries, {b} requests of {self.topk} branches need {b * self.topk}"
+            )
+        self.fused[b] = DraftMetadata(
+            self.kernel_config(b), self.pools.req_to_token, self.kv_indices[:served], self.kv_indptr[:served], b,
+            self.topk, self.config.page_size, self.steps, self.num_kv_splits, self.splits,
+        )  # fmt: skip
+
+    def kernel_config(self, bs: int) -> CsrConfig:
+        """Block sizes for a captured batch size; the tuner's choice if one was given, else the default."""
+        return self.config.extra.get("kernel_config") or default_config(bs, self.config.max_context)
+
+    def views(self, fb: ForwardBatch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """indptr and index list of one step: as long as a captured size can need, whatever the batch at hand needs."""
+        branches = fb.batch_size * self.topk
+        return self.kv_indptr[step, : branches + 1], self.kv_indices[step][: branches * self.longest]
+
+    def classic(self, fb: ForwardBatch) -> None:
+        """Upstream's two launches: the lists of all S steps, and the split counts that all steps share."""
+        b, rule = fb.batch_size, self.splits
+        launch_draft_kv_indices(
+            fb.req_pool_indices, self.pools.req_to_token, fb.seq_lens, fb.positions, self.kv_indices, self.kv_indptr,
+            self.topk, self.config.page_size, b,
+        )  # fmt: skip
+        splits, lens = self.num_kv_splits[: b * self.topk], fb.seq_lens[:b]
+        if rule.tile:
+            counts = (lens + rule.tile - 1) // rule.tile
+            splits.copy_(counts.repeat_interleave(self.topk) if self.topk > 1 else counts)
+        elif rule.cores > 0:
+            launch_kv_splits(lens, splits, rule.cores, rule.head_programs, rule.max_splits)
+        else:
+            splits.fill_(rule.max_splits)
+
+    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
+        """The oracle's word on every step's fields."""
+        c, rule = self.config, self.splits
+        return multi_step_draft.expected(
+            batch,
+            pools,
+            topk=self.topk,
+            steps=self.steps,
+            page_size=c.page_size,
+            capacity=len(batch.seq_lens) * self.topk * self.longest,
+            split_size=self.num_kv_splits.shape[0],
+            splits=dict(
+                max_splits=rule.max_splits,
+                cores=rule.cores,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads,
+                tile=rule.tile,
+            ),
+        )
+
+
+def last_draft_column(config: AttentionConfig) -> int:
+    """The last column of req_to_token that a draft slot can lie in, over every prefix up to the context limit."""
+    topk, steps, page = max(config.topk, 1), config.draft_steps, config.page_size
+    if page == 1 or topk == 1:
+        return config.max_context + topk * steps - 1
+    lengths = range(max(config.max_context - page, 0), config.max_context + 1)
+    return max(n + (topk - 1) * -(-(n % page + steps) // page) * page + steps - 1 for n in lengths)

@@ -1,0 +1,345 @@
+"""Draft decode over every family of inner backends: shared tables, a hook for each step, one inner for all."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attn_graph.backends.base import AttentionBackend, AttentionConfig, ConfigError, NotCapturedError, tensors_of
+from attn_graph.backends.batch import BatchShape, batch_sequence, live_batch, make_pools
+from attn_graph.backends.modes import ForwardMode, Implementation
+from attn_graph.backends.registry import lookup
+from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
+from attn_graph.backends.wrappers.multi_step_draft import FAMILIES, MultiStepDraft, last_draft_column
+from golden_replays import Golden, cases
+from rebuilds import ARMS, Replayer, host_pools, replayed
+
+Mode = ForwardMode
+BUCKET, CONTEXT = 3, 100
+ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+CHAINS = ["trtllm_mha", "flashattention", "trtllm_mla", "flashmla", "dsa"]
+
+
+def config(inner="triton", topk=1, steps=3, page_size=1, context=CONTEXT, **extra) -> AttentionConfig:
+    page_size = 64 if inner in ("flashmla", "dsa") else 32 if inner == "trtllm_mla" else page_size
+    return AttentionConfig(
+        page_size=page_size, max_context=context, draft_tokens=4, topk=topk, draft_steps=steps,
+        extra={"inner": inner, **extra},
+    )  # fmt: skip
+
+
+def pools_for(c: AttentionConfig, swa=False, width=None):
+    width = width or last_draft_column(c) + 8
+    return make_pools(rows=9, width=width, page_size=c.page_size, swa=swa, seed=0, device="cpu")
+
+
+def replayer(arm, c, pools=None, lens=torch.int64, cls=MultiStepDraft, bucket=BUCKET) -> Replayer:
+    wrapper = cls(c, pools or pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
+    return Replayer.capture(
+        wrapper, Mode.DRAFT_DECODE, bucket, arm.placement, tokens_per_req=max(c.topk, 1), lens=lens,
+        slots_per_token=c.draft_steps if c.topk > 1 else 1,
+    )  # fmt: skip
+
+
+def batches(c: AttentionConfig, pools, bucket=BUCKET):
+    reserve = max(c.draft_steps, c.draft_tokens)
+    shape = BatchShape(
+        Mode.DRAFT_DECODE, bucket, c.page_size, c.max_context, max(c.topk, 1), reserve, topk=c.topk,
+        draft_steps=c.draft_steps,
+    )  # fmt: skip
+    return batch_sequence(shape, pools, 1)
+
+
+def found(own: Replayer) -> list[str]:
+    return [line for lines in replayed(own, batches(own.backend.config, own.backend.pools)) for line in lines]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize(("topk", "steps", "page_size"), [(1, 3, 1), (1, 2, 16), (3, 3, 1), (2, 4, 16)])
+def test_shared_tables_of_every_step_are_the_oracles(arm, topk, steps, page_size):
+    assert found(replayer(arm, config(topk=topk, steps=steps, page_size=page_size))) == []
+
+
+@pytest.mark.parametrize("arm", [ATEN, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize("inner", CHAINS)
+def test_steps_of_the_other_families_are_their_inner_backends_each_with_its_own_step(arm, inner):
+    own = replayer(arm, config(inner))
+    assert found(own) == []
+    steps = own.backend.metadata[Mode.DRAFT_DECODE, BUCKET]
+    assert list(steps) == (["step0"] if inner == "dsa" else ["step0", "step1"])
+    assert own.backend.inner(1) is own.backend.children[-1]
+
+
+@pytest.mark.parametrize("extra", [{"static_kv_splits": True}, {"split_tile_size": 16}], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_every_split_policy_serves_all_branches(arm, extra):
+    assert found(replayer(arm, config(topk=2, **extra))) == []
+
+
+@pytest.mark.parametrize("path", [p for p in cases("triton") if "_draft_" in p.name], ids=lambda p: p.stem)
+@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+def test_recorded_cases_are_reproduced(path, arm):
+    golden = Golden(path)
+    c, counted = golden.config, 0
+    extra = {"core_count": c["cores"], **c["extra"]}
+    for replay in golden.replays(MultiStepDraft, arm, **extra):
+        live = replay.host["raw_bs"]
+        for step in range(c["S"] - 1):
+            indptr, indices = (replay.got[f"step{step}.{name}"] for name in ("kv_indptr", "kv_indices"))
+            entries = int(replay.expected[f"step{step}.kv_indices"].live.sum())
+            assert entries == indptr[live * max(c["K"], 1)]
+            np.testing.assert_array_equal(indptr, replay.golden["@kv_indptr"][step][: len(indptr)])
+            np.testing.assert_array_equal(indices[:entries], replay.golden["@kv_indices"][step][:entries])
+            rows = c["B"] * max(c["K"], 1)
+            splits = replay.got[f"step{step}.num_kv_splits"][:rows]
+            np.testing.assert_array_equal(splits, replay.golden["@num_kv_splits"][:rows])
+        if arm is ATEN:
+            counted += 1
+    if arm is ATEN and c["release"].startswith("0.5.13"):
+        own = golden.captured(MultiStepDraft, arm, **extra)
+        for i in range(counted):
+            got, wanted = own.counts(golden.live(i)), golden.host(i)["dispatches_out_graph"]
+            assert (got.dispatches, got.views, got.syncs, got.triton) == tuple(
+                wanted[key] for key in ("aten", "view", "sync", "triton")
+            )
+
+
+def batch_of(c, lengths, pools):
+    return live_batch(
+        Mode.DRAFT_DECODE, lengths, 2 + np.arange(len(lengths)), pools, max(c.topk, 1), np.random.default_rng(0),
+        topk=c.topk, draft_steps=c.draft_steps, page_size=c.page_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("topk", "steps"), [(1, 2), (1, 5), (4, 3)])
+def test_counts_do_not_grow_with_steps_or_branches_and_fused_is_one_launch(topk, steps):
+    c = config(topk=topk, steps=steps)
+    pools = pools_for(c)
+    live = batch_of(c, [33, 64], pools)
+    own = replayer(ATEN, c, pools).counts(live)
+    assert (own.dispatches, own.views, own.syncs, own.triton) == (2, 2, 0, 2)
+    assert lookup("multi_step_draft", "wrapper").dispatches["draft_decode"][0] == own.dispatches
+    eager, graph = replayer(FUSED, c, pools), replayer(FUSED_GRAPH, c, pools)
+    assert (eager.counts(live).dispatches, eager.counts(live).launches) == (0, 1)
+    assert (graph.counts(live).dispatches, graph.counts(live).launches, graph.runner.graphs[BUCKET].nodes) == (0, 0, 1)
+
+
+def test_per_step_families_take_what_their_inner_backend_takes_for_each_step():
+    c = config("trtllm_mha", steps=4)
+    pools = pools_for(c)
+    live = batch_of(c, [33, 64], pools)
+    assert replayer(ATEN, c, pools).counts(live).dispatches == 3 * lookup("trtllm_mha").dispatches["draft_decode"][0]
+    graph = replayer(FUSED_GRAPH, c, pools)
+    assert (graph.counts(live).launches, graph.runner.graphs[BUCKET].nodes) == (0, 3)
+
+
+def test_each_step_writes_its_own_column_of_the_write_slots():
+    """A13: 2 requests, 3 steps: request-major, steps innermost."""
+    c = config("trtllm_mha", steps=4)
+    pools = pools_for(c, swa=True)
+    wrapper = MultiStepDraft(c, pools, Implementation.FUSED, recorded=False)
+    own = Replayer.capture(wrapper, Mode.DRAFT_DECODE, 2, slots_per_token=4)
+    live = replace(batch_of(c, [33, 64], pools), out_cache_loc=np.arange(100, 108))
+    batch = own.load(live)
+    own.runner.replay()
+    for step in range(3):
+        wanted = pools.full_to_swa[[100 + step, 104 + step]].tolist()
+        assert wrapper.forward_metadata[f"step{step}"].swa_out_cache_loc.tolist() == wanted
+    assert (
+        wrapper.expected(batch, host_pools(pools))["step1.swa_out_cache_loc"].values.tolist()
+        == pools.full_to_swa[[101, 105]].tolist()
+    )
+
+
+# Hooks.
+
+
+class Spy(AttentionBackend):
+    """Notes every hook it gets."""
+
+    modes = frozenset({Mode.DRAFT_DECODE})
+
+    def __init__(self):
+        self.calls = []
+        self.metadata = {(Mode.DRAFT_DECODE, 1): {}}
+
+    def on_tomorrow(self, fb):
+        self.calls.append("on_tomorrow")
+
+    def bind(self, fb): ...
+    def rebuild_aten(self, fb, md): ...
+    def rebuild_aten_static(self, fb, md): ...
+    def rebuild_fused(self, fb, md): ...
+    def expected(self, batch, pools): ...
+    def init_cuda_graph_state(self, max_bs, max_num_tokens): ...
+
+
+for _name in hooks():
+    setattr(Spy, _name, lambda self, *args, _name=_name, **kwargs: self.calls.append((_name, kwargs.get("in_capture"))))
+
+
+def spied(inner) -> tuple[MultiStepDraft, list[Spy], object]:
+    c = config(inner)
+    own = replayer(FUSED, c, bucket=1)
+    wrapper, spies = own.backend, [Spy() for _ in own.backend.children]
+    wrapper._inners = spies
+    return wrapper, spies, own.runner.capture_batch(1)
+
+
+def called(wrapper, spies, name, *args, **kwargs) -> list[list]:
+    for spy in spies:
+        spy.calls.clear()
+    getattr(wrapper, name)(*args, **kwargs)
+    return [spy.calls for spy in spies]
+
+
+@pytest.mark.parametrize("inner", ["trtllm_mha", "flashmla"])
+def test_every_hook_of_the_contract_reaches_every_inner_backend(inner):
+    wrapper, spies, batch = spied(inner)
+    for name in hooks():
+        takes = [p for p in inspect.signature(getattr(AttentionBackend, name)).parameters if p != "self"]
+        args = {(): (), ("max_bs", "max_num_tokens"): (1, 1)}.get(tuple(takes), (batch,))
+        wanted = {
+            "init_forward_metadata": ["init_forward_metadata_out_graph", "init_forward_metadata_in_graph"],
+        }.get(name, [name])
+        for calls in called(wrapper, spies, name, *args):
+            assert [call for call, _ in calls] == wanted
+    for calls in called(wrapper, spies, "init_forward_metadata_out_graph", batch, in_capture=True):
+        assert calls == [("init_forward_metadata_out_graph", True)]
+
+
+def test_shared_tables_leave_inner_backends_alone_at_replay_but_not_at_capture_or_in_the_graph():
+    wrapper, spies, batch = spied("triton")
+    assert called(wrapper, spies, "init_forward_metadata_out_graph", batch) == [[], []]
+    for name, kwargs in (
+        ("init_forward_metadata_out_graph", {"in_capture": True}),
+        ("init_forward_metadata_in_graph", {}),
+    ):
+        assert [[call for call, _ in calls] for calls in called(wrapper, spies, name, batch, **kwargs)] == [[name]] * 2
+
+
+def test_a_hook_added_to_the_contract_later_is_forwarded_without_anybody_writing_it(monkeypatch):
+    """A22: a wrapper that inherits a hook which does nothing drops it, and no error says so."""
+    monkeypatch.setattr(AttentionBackend, "on_tomorrow", lambda self, fb: None, raising=False)
+
+    @forwards_hooks
+    class Tomorrow(MultiStepDraft):
+        children = (Spy(), Spy())
+
+    assert "on_tomorrow" in vars(Tomorrow) and "on_tomorrow" not in vars(Forwarding)
+    object.__new__(Tomorrow).on_tomorrow(None)
+    assert [spy.calls for spy in Tomorrow.children] == [["on_tomorrow"]] * 2
+
+
+# Faults.
+
+
+class OffsetsFromPositions(MultiStepDraft):
+    """Lists laid out by positions: right on live rows, and one entry short on each padded branch."""
+
+    def rebuild_aten(self, fb, md):
+        rows = fb.positions[:: max(self.config.topk, 1)]
+        super().rebuild_aten(replace(fb, seq_lens=rows.contiguous()), md)
+
+
+class ConsecutiveBranches(MultiStepDraft):
+    """A12: branch slots assumed consecutive behind the prefix although branches own whole pages."""
+
+    def rebuild_aten(self, fb, md):
+        paged, self.tables.config = self.tables.config, replace(self.tables.config, page_size=1)
+        super().rebuild_aten(fb, md)
+        self.tables.config = paged
+
+
+class OneStepShort(MultiStepDraft):
+    """Step i's own token left out of its indptr."""
+
+    def rebuild_aten(self, fb, md):
+        super().rebuild_aten(fb, md)
+        for step in md.values():
+            step.kv_indptr[1:] -= torch.arange(1, len(step.kv_indptr), dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fault", "field"),
+    [(OffsetsFromPositions, "kv_indices"), (ConsecutiveBranches, "kv_indices"), (OneStepShort, "kv_indptr")],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_the_comparison_catches(fault, field):
+    own = replayer(ATEN, config(topk=2, page_size=16), cls=fault)
+    assert any(field in line for line in found(own))
+
+
+def test_rows_sized_without_the_topk_factor_are_not_what_we_allocate():
+    """A08: 2 requests of 1,024 tokens and 8 branches need more than 9,600 entries a step; without topk, 2,048."""
+    c = config(topk=8, context=1024)
+    wrapper = MultiStepDraft(c, pools_for(c))
+    wrapper.init_cuda_graph_state(2, 16)
+    assert wrapper.tables.kv_indices.shape == (3, 2 * 8 * 1027)
+
+
+def test_at_the_context_limit_no_step_reaches_into_the_next_ones_row():
+    c = config(topk=2, steps=3, context=40)
+    own = replayer(FUSED, c)
+    live = batch_of(c, [40, 40, 40], own.backend.pools)
+    assert own.differences(live) == []
+    ends = [step.kv_indptr[-1].item() for step in own.backend.forward_metadata.values()]
+    assert ends == [3 * 2 * 41, 3 * 2 * 42] and own.backend.tables.kv_indices.shape[1] == 3 * 2 * 43
+
+
+def test_one_step_has_no_inner_backend_and_nothing_to_do():
+    """A23."""
+    own = replayer(FUSED_GRAPH, config(steps=1))
+    own.load(batch_of(own.backend.config, [5], own.backend.pools))
+    own.runner.replay()
+    assert own.backend.children == [] and own.backend.forward_metadata == {} and own.backend.seq_len_fill_value == 1
+
+
+def test_metadata_stays_where_it_was_captured_and_inputs_stay_as_they_were():
+    own = replayer(FUSED, config(topk=2))
+    steps = own.backend.metadata[Mode.DRAFT_DECODE, BUCKET]
+    before = {path: t.data_ptr() for path, t in tensors_of(steps).items()}
+    batch = own.runner.capture_batch(BUCKET)
+    spec = batch.spec_info
+    own.backend.init_forward_metadata_out_graph(batch)
+    assert spec.kv_indptr is None and spec.kv_indices is None  # the engine's object is not written to
+    assert {path: t.data_ptr() for path, t in tensors_of(own.backend.forward_metadata).items()} == before
+    assert before["step0.num_kv_splits"] == before["step1.num_kv_splits"]
+    assert before["step0.kv_indices"] != before["step1.kv_indices"]
+
+
+@pytest.mark.parametrize(
+    ("c", "words"),
+    [
+        (config("cutlass_mla"), "no inner backend 'cutlass_mla'. It has: triton"),
+        (config(steps=0), "draft_steps of at least 1, got 0"),
+        (
+            config(topk=4, steps=3, context=110),
+            "112 tokens wide, but draft slots of 4 branches and 3 steps .* column 122",
+        ),
+        (config("trtllm_mha", topk=2), "topk of at most 1, got 2"),
+        (config(topk=8, context=2**20, steps=2), r"\(2\*\*31 or more\)"),
+    ],
+    ids=["unknown", "steps", "narrow", "topk", "int32"],
+)
+def test_configurations_that_cannot_work_are_refused(c, words):
+    pools = make_pools(rows=3, width=112, page_size=1, swa=False, seed=0, device="cpu")
+    with pytest.raises(ConfigError, match=words):
+        MultiStepDraft(c, pools).init_cuda_graph_state(300, 2400)
+    assert FAMILIES["triton"].shares_tables
+
+
+def test_sizes_that_were_not_captured_and_positions_of_too_few_branches_are_refused():
+    own = replayer(FUSED, config(topk=2))
+    batch = own.runner.capture_batch(BUCKET)
+    with pytest.raises(NotCapturedError, match="batch size 2 was not captured"):
+        own.backend.init_forward_metadata_out_graph(replace(batch, batch_size=2))
+    with pytest.raises(ConfigError, match="positions has 3 entries, 3 requests of 2 branches need 6"):
+        own.backend.init_forward_metadata_out_graph(replace(batch, positions=batch.positions[:3]), in_capture=True)
+    with pytest.raises(ConfigError, match="batch size 9 exceeds the buffers' 3 rows"):
+        own.backend.init_forward_metadata_out_graph(replace(batch, batch_size=9), in_capture=True)
+    with pytest.raises(ConfigError, match="use multi_step_draft"):
+        own.backend.children[0].bind(batch)
