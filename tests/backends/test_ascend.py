@@ -20,6 +20,7 @@ from attn_graph.backends.batch import (
 from attn_graph.backends.modes import ForwardMode, Placement, TailPolicy
 from attn_graph.backends.oracle.ascend import host_lengths
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.ascend import AliasedLengths, RowWidths, StaleTails
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -116,15 +117,6 @@ def test_draft_tokens_are_visible_to_windowed_layers():
     assert attended == list(range(64, 104))
 
 
-class AliasedLengths(AscendBackend):
-    """Upstream: seq_lens is the runner's buffer, so every rebuild adds to what the last one left."""
-
-    def bind(self, fb):
-        md = super().bind(fb)
-        md.seq_lens = fb.seq_lens
-        return md
-
-
 def test_lengths_that_alias_the_runner_grow_with_every_capture_and_rebuild():
     c = config(Mode.TARGET_VERIFY)
     own = replayer(Mode.TARGET_VERIFY, ARMS[0], c, cls=AliasedLengths, lens=torch.int32)
@@ -139,25 +131,6 @@ def test_lengths_that_alias_the_runner_grow_with_every_capture_and_rebuild():
         right.runner.rebuild()
     assert right.backend.forward_metadata.seq_lens.tolist() == [104, 4, 4, 4]
     assert right.runner.slots.seq_lens.tolist() == [100, 0, 0, 0]
-
-
-class RowWidths(AscendBackend):
-    """Each row filled to its own length only, the rest zero."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, md)
-        pages = -(-md.seq_lens // self.config.page_size)
-        md.block_tables *= (self.column_numbers < pages[:, None]).to(torch.int32)
-
-
-class StaleTails(AscendBackend):
-    """Nothing is zeroed behind the width of the batch: ids of a longer, older batch stay."""
-
-    def rebuild_aten(self, fb, md):
-        before = md.block_tables.clone()
-        super().rebuild_aten(fb, md)
-        columns = -(-(int(fb.seq_lens.max()) + self._offset(fb.forward_mode)) // self.config.page_size)
-        md.block_tables[:, columns:] = before[:, columns:]
 
 
 class MaskWithoutDrafts(AscendBackend):

@@ -11,6 +11,7 @@ from attn_graph.backends.base import AttentionConfig, ConfigError
 from attn_graph.backends.batch import BatchShape, batch_sequence, idle_batch, live_batch, make_pools
 from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.ascend_gdn import PaddingAtTokenZero, SkippedSlot
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -132,21 +133,6 @@ class CountsByValue(AscendGdnBackend):
 
     def _padding(self, fb):
         return super()._padding(dataclasses.replace(fb, num_padding=None))
-
-
-class PaddingAtTokenZero(AscendGdnBackend):
-    """Upstream before it was fixed: padding rows of a verify use token 0, request 0's first state."""
-
-    def _number_padding(self, md, live_tokens):
-        md.mamba_cache_indices_gdn[live_tokens:] = 0
-
-
-class SkippedSlot(AscendGdnBackend):
-    """The -1 of other devices' kernels: here it would index the last state."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        md.mamba_cache_indices[fb.batch_size - fb.num_padding :] = -1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from attn_graph.backends.batch import (
 from attn_graph.backends.cutlass_mla import CutlassMlaBackend
 from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.cutlass_mla import TruncatingDivision, WholePagesOnly
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -60,21 +61,6 @@ def test_unset_cells_hold_one_until_a_row_grows_over_them():
     own.load(live_batch(ForwardMode.DECODE, [300], [2], own.backend.pools, 1, np.random.default_rng(0)))
     own.runner.replay()
     assert (own.backend.table[0, 3:] == 1).all() and own.backend.table[1:, 0].tolist() == [0, 0, 0]
-
-
-class WholePagesOnly(CutlassMlaBackend):
-    """Rounds the page count down: the page that is being written is missing."""
-
-    def build_classic(self, pool, lens, table, bs):
-        super().build_classic(pool, lens // 128 * 128, table, bs)
-
-
-class TruncatingDivision(CutlassMlaBackend):
-    """Divides toward zero: slot -1 becomes page 0."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, md)
-        md.block_kv_indices.masked_fill_(md.block_kv_indices == -1, 0)
 
 
 @pytest.mark.parametrize("fault", [WholePagesOnly, TruncatingDivision])

@@ -13,6 +13,7 @@ from attn_graph.backends.flashmla import FlashMlaBackend
 from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.schedules import split_kv
+from attn_graph.profilers.conformance.faults.flashmla import NoDraftTokensInThePlan, RecordedHostPlan
 from attn_graph.profilers.counters import count
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
@@ -100,26 +101,6 @@ def test_alternating_modes_rebuild_the_shared_schedule_each_for_itself():
         backend.rebuild_fused(dataclasses.replace(batch, forward_mode=Mode.TARGET_VERIFY), verify)
         live = live_batch(Mode.DRAFT_DECODE, [33, 200], [2, 3], backend.pools, 1, np.random.default_rng(seed))
         assert draft.differences(live) == []
-
-
-class NoDraftTokensInThePlan(FlashMlaBackend):
-    """Plans for the prefix alone: the last block of a request whose drafts open one is nobody's."""
-
-    def rebuild_aten_static(self, fb, md):
-        super().rebuild_aten_static(fb, md)
-        plan = split_kv(fb.seq_lens[: fb.batch_size].tolist(), md.flashmla_metadata.shape[0])
-        md.flashmla_metadata.copy_(torch.tensor(plan.parts, dtype=torch.int32))
-
-    rebuild_aten = rebuild_aten_static
-
-
-class RecordedHostPlan(FlashMlaBackend):
-    """A plan computed on the host and recorded as a copy: every replay reads the plan of the captured batch."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        plan = split_kv([1] * fb.batch_size, md.flashmla_metadata.shape[0])
-        md.num_splits.copy_(torch.tensor(plan.num_splits, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

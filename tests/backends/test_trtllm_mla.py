@@ -12,6 +12,7 @@ from attn_graph.backends.batch import BatchShape, batch_sequence, live_batch, ma
 from attn_graph.backends.modes import ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.trtllm_mla import TrtllmMlaBackend
+from attn_graph.profilers.conformance.faults.trtllm_mla import FreshTable, PrefixOnly, TruncatingDivision
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -112,14 +113,6 @@ def test_table_width_is_rounded_to_the_kernels_groups(page_size, context, column
     assert backend.table.shape == (1, columns) and (backend.table == -1).all()
 
 
-class TruncatingDivision(TrtllmMlaBackend):
-    """Upstream's K2 divides as Triton does, toward zero: slot -1 becomes page 0, which is somebody's."""
-
-    def _classic_table(self, fb, md):
-        super()._classic_table(fb, md)
-        md.block_kv_indices.clamp_(min=0)
-
-
 class NoHeadroom(TrtllmMlaBackend):
     """Upstream sizes the table from the context alone, a verify near the limit has more pages than columns."""
 
@@ -131,21 +124,6 @@ class NoHeadroom(TrtllmMlaBackend):
         right = TrtllmMlaBackend(self.config, self.pools)
         right.init_cuda_graph_state(self.max_bs, self.max_bs)
         return right.expected(batch, pools)
-
-
-class FreshTable(TrtllmMlaBackend):
-    """The eager builder used at replay: a new table each time, which no captured kernel reads."""
-
-    def rebuild_aten(self, fb, md):
-        md.block_kv_indices = torch.full_like(md.block_kv_indices, -1)
-        super().rebuild_aten(fb, md)
-
-
-class PrefixOnly(TrtllmMlaBackend):
-    """Verify lengths without the draft tokens."""
-
-    def _offset(self, mode):
-        return 0
 
 
 @pytest.mark.parametrize(

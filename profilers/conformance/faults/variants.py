@@ -1,0 +1,37 @@
+"""A fault as a subclass: what is wrong with it stands in its docstring."""
+
+from __future__ import annotations
+
+import re
+
+from ....backends.base import AttentionBackend
+from ....backends.modes import Arm, ForwardMode
+from ..matrix import Sizes
+from ..subject import Subject
+from . import Fault
+
+CLASSIC, FUSED = Arm.parse("aten-eager"), Arm.parse("fused-eager")
+
+
+def variant(
+    broken: type[AttentionBackend],
+    *caught_by: str,
+    sizes: Sizes,
+    mode: ForwardMode = ForwardMode.DECODE,
+    arm: Arm = CLASSIC,
+) -> Fault:
+    """The fault that is `broken` instead of the backend it derives from; ``WrongThing`` is called ``wrong-thing``."""
+    return Fault(
+        name=re.sub(r"(?<!^)(?=[A-Z])", "-", broken.__name__).lower(),
+        title=" ".join(broken.__doc__.split()).rstrip("."),
+        caught_by=caught_by,
+        mode=mode,
+        sizes=sizes,
+        arms=(arm,),
+        broken=lambda subject: subject.but(backend_class=broken),
+        on=_as_it_is,
+    )
+
+
+def _as_it_is(subject: Subject) -> Subject:
+    return subject
