@@ -100,12 +100,16 @@ def _delayed(backend_class: type[AttentionBackend], marker: torch.cuda.Event | N
 
 
 def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch]:
-    """Replay while another stream rewrites req_to_token as soon as it is told to."""
+    """Replay while another stream rewrites req_to_token as soon as it is told to.
+
+    Nothing here waits for the device between launch and rewrite; `on_stream` would.
+    """
     subject, table = rig.subject, rig.subject.pools.req_to_token
     ours, next_batch = table.clone(), table.roll(1, dims=0)
     scheduler, largest = torch.cuda.Stream(subject.device), max(rig.runner.buckets)
+    torch.cuda.synchronize(subject.device)
     for round_ in range(RACES):
-        with rig.on_stream():
+        with torch.cuda.stream(rig.factory.stream):
             poisoned = rig.poison(rig.expected(rig.load(subject.some_batch(largest, seed=round_))), round_)
             rig.runner.rebuild()
             event = torch.cuda.Event()
@@ -119,7 +123,7 @@ def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch
         with torch.cuda.stream(scheduler):
             table.copy_(next_batch)
         torch.cuda.synchronize(subject.device)
-        with rig.on_stream():
+        with torch.cuda.stream(rig.factory.stream):
             found = poisoned.mismatches()
             table.copy_(ours)
         torch.cuda.synchronize(subject.device)

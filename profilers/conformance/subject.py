@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -231,9 +231,16 @@ class Rig:
             lens=s.lens, rows=s.rows, mask_context=mask_context, slots_per_token=slots_per_token(s.case),
         )  # fmt: skip
 
-    def on_stream(self) -> AbstractContextManager:
-        """Everything a rig does runs on the stream its graphs are launched on."""
-        return nullcontext() if self.factory.stream is None else torch.cuda.stream(self.factory.stream)
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Everything a rig does runs on the stream its graphs are launched on, and is over when this ends."""
+        if self.factory.stream is None:
+            yield
+            return
+        torch.cuda.synchronize(self.subject.device)
+        with torch.cuda.stream(self.factory.stream):
+            yield
+        torch.cuda.synchronize(self.subject.device)
 
     def metadata(self, bucket: int) -> Any:
         """The object that the capture of `bucket` bound."""

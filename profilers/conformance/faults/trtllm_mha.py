@@ -230,7 +230,10 @@ class StepTensors(DecodeRunner):
 
     def capture_batch(self, bucket):
         batch = super().capture_batch(bucket)
-        return replace(batch, out_cache_loc=batch.out_cache_loc.clone(), seq_lens=batch.seq_lens.clone())
+        batch = replace(batch, out_cache_loc=batch.out_cache_loc.clone(), seq_lens=batch.seq_lens.clone())
+        # Kept here, so that the fault is a wrong value and not an index out of bounds, which ends a CUDA process.
+        self.__dict__.setdefault("steps", []).append(batch)
+        return batch
 
 
 @fault("aliased-lengths", "C17", "C22", mode=Mode.TARGET_VERIFY, sizes=replace(SMALL, lens=torch.int32))
