@@ -51,3 +51,11 @@ def check_slots(out_cache_loc: torch.Tensor, buffer: torch.Tensor) -> int:
             f"out_cache_loc has {n} slots, swa_out_cache_loc holds {room}: pass the slots of this step only"
         )
     return n
+
+
+def padded_mask(mask: torch.Tensor, cells: int) -> torch.Tensor:
+    """The tree mask, `cells` long: padding rows have none in it, and see everything."""
+    missing = cells - mask.shape[0]
+    if missing <= 0:
+        return mask
+    return torch.cat([mask, torch.full((missing,), True, dtype=torch.bool, device=mask.device)])

@@ -12,7 +12,8 @@
 kv_indptr is the running sum of L, kv_indices lists the slots; FlashInfer's page size is 1 whatever the engine's is. A
 sliding window gives two wrappers: 0 reads the last min(L, window + queries) tokens, through the sliding-window map
 where there is one, 1 reads all. Encoder-decoder models have two as well: 0 reads L tokens behind the encoder's, 1 the
-encoder's. Draft decode belongs to the multi_step_draft wrapper. Source: specs of SGLang's flashinfer backend.
+encoder's. In draft decode the multi_step_draft wrapper fills the lists of all steps, of B * K branches, and only the
+plans are left to `FlashInferDraftStep`. Source: specs of SGLang's flashinfer backend.
 
 No graph can hold the plan: a host planner divides the lengths of `seq_lens_cpu` into tiles before every replay. Ours
 stands in for FlashInfer's; its work list stays on the host. What it plans with must be what the device list was built
@@ -26,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .aten_ops import check_slots, refill_swa_slots, translate_in_place, write_running_sum
-from .base import Allowances, AttentionBackend, ConfigError, tensors_of
+from .aten_ops import check_slots, padded_mask, refill_swa_slots, translate_in_place, write_running_sum
+from .base import Allowances, AttentionBackend, AttentionConfig, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .host_arrays import host_array
 from .kernels.csr_metadata import CsrConfig, default_config
@@ -76,15 +77,15 @@ class FlashInferMetadata:
     swa_out_cache_loc: torch.Tensor | None  # [T] int64, device
     queries: int  # T // B of the captured shape
     kernel_config: CsrConfig
-    fused: PagedLists
+    fused: PagedLists | None  # None where the wrapper fills the lists
 
 
 class FlashInferBackend(AttentionBackend):
     """Metadata of FlashInfer's paged wrappers. Pattern B: capture binds wrappers, replay refills and re-plans them.
 
-    Options, in config.extra: encoder (cross attention: two wrappers), dllm_block (tokens of a diffusion block and length
-    of padding, 1), use_ragged (False: a diffusion block reads its own tokens from the pages too), disable_split_kv
-    (results that do not depend on the batch), num_sms (multiprocessors to plan for).
+    Options, in config.extra: encoder (cross attention: two wrappers), dllm_block (tokens of a diffusion block and
+    length of padding, 1), use_ragged (False: a diffusion block reads its own tokens from the pages too),
+    disable_split_kv (results that do not depend on the batch), num_sms (multiprocessors to plan for).
     """
 
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2, Mode.DLLM_EXTEND})
@@ -141,9 +142,7 @@ class FlashInferBackend(AttentionBackend):
             cells = c.draft_tokens * (c.max_context + c.draft_tokens)
             self.mask_indptr = [self._zeros(requests) for _ in range(n)]
             self.custom_mask = [self._zeros(max_bs * -(-cells // 8), dtype=torch.uint8) for _ in range(n)]
-        # Two blocks fit on a multiprocessor, and each KV head's tiles are a grid of their own.
-        sms = c.extra.get("num_sms") or multiprocessors(self.device)
-        self.most_tiles = max(2 * sms // c.num_kv_heads, 1)
+        self.most_tiles = most_tiles(c, self.device)
 
     def bind(self, fb: ForwardBatch) -> FlashInferMetadata:
         b, mode, c = fb.batch_size, fb.forward_mode, self.config
@@ -273,7 +272,9 @@ class FlashInferBackend(AttentionBackend):
         if self.config.window:
             accepted = rows(fb.spec_info.num_accept_tokens, b) if mode is Mode.DRAFT_EXTEND else n
             keeps = accepted + self.config.window
-        mask = self._padded(fb, self._live_mask(fb, md), n)
+        mask = self._live_mask(fb, md)
+        if mask is not None:
+            mask = padded_mask(mask, n * (fb.seq_lens_sum + n * b))
         for i, kv_range in enumerate(self.ranges):
             if mode is Mode.DRAFT_EXTEND:
                 qo_indptr = self._fresh_zeros(b + 1)
@@ -326,16 +327,6 @@ class FlashInferBackend(AttentionBackend):
     def _list_size(self, fb: ForwardBatch, i: int) -> int:
         """Entries of a fresh list, padding included: a host sum of the mirror, as upstream's seq_lens_sum."""
         return int(self._ranges_on_host(fb)[i].sum())
-
-    def _padded(self, fb: ForwardBatch, mask: torch.Tensor | None, n: int) -> torch.Tensor | None:
-        """The tree mask as long as the padded batch needs it; who has no cells in it sees everything."""
-        if mask is None:
-            return None
-        cells = n * (fb.seq_lens_sum + n * fb.batch_size)
-        missing = cells - mask.shape[0]
-        if missing <= 0:
-            return mask
-        return torch.cat([mask, torch.full((missing,), True, dtype=torch.bool, device=self.device)])
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: FlashInferMetadata) -> None:
         mode, b, n = fb.forward_mode, fb.batch_size, md.queries
@@ -452,6 +443,69 @@ class FlashInferBackend(AttentionBackend):
     def _fresh_zeros(self, n: int) -> torch.Tensor:
         """A temporary of the classic chain."""
         return torch.zeros(n, dtype=torch.int32, device=self.device)
+
+
+class FlashInferDraftStep(FlashInferBackend):
+    """One step of a multi-step draft: the wrapper owns and fills its list, the plan is made here."""
+
+    modes = frozenset({Mode.DRAFT_DECODE})
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.max_bs = max_bs
+        branches = max_bs * max(self.config.topk, 1)
+        self.kv_last_page_len = torch.ones(branches, dtype=torch.int32, device=self.device)
+        self.most_tiles = most_tiles(self.config, self.device)
+
+    def bind(self, fb: ForwardBatch) -> FlashInferMetadata:
+        kv_indptr, kv_indices = step_lists(fb)
+        branches = kv_indptr.shape[0] - 1
+        wrapper = PagedWrapper(
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_last_page_len=self.kv_last_page_len[:branches],
+            qo_indptr=None,
+            mask_indptr=None,
+            custom_mask=None,
+            plan=HostPlan(np.arange(branches + 1, dtype=np.int32), np.zeros(branches + 1, dtype=np.int32)),
+        )
+        return FlashInferMetadata((wrapper,), None, 1, self.kernel_config(fb.batch_size), None)
+
+    def rebuild_aten(self, fb: ForwardBatch, md: FlashInferMetadata) -> None:
+        """Nothing: the wrapper fills the lists of all steps at once."""
+
+    rebuild_aten_static = rebuild_fused = rebuild_aten
+
+    def _ranges_on_host(self, fb: ForwardBatch) -> list[np.ndarray]:
+        prefix = host_array(fb.seq_lens.cpu() if fb.seq_lens_cpu is None else fb.seq_lens_cpu)[: fb.batch_size]
+        return [step_lens(prefix, fb.num_padding or 0, self.config)]
+
+
+def step_lists(fb: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kv_indptr, kv_indices) of a draft step.
+
+    Raises:
+        ConfigError: the batch has none.
+    """
+    spec = fb.spec_info
+    if spec is None or spec.kv_indptr is None or spec.kv_indices is None:
+        raise ConfigError("draft decode needs the kv_indptr and kv_indices of its step: use multi_step_draft")
+    return spec.kv_indptr, spec.kv_indices
+
+
+def step_lens(prefix: np.ndarray, padding: int, config: AttentionConfig) -> np.ndarray:
+    """[B * K] KV tokens of each branch in draft step `config.step_id`, as the wrapper's kv_indptr counts them.
+
+    That follows positions, which are 0 on the last `padding` rows whatever their lengths are.
+    """
+    live = prefix.copy()
+    live[len(live) - padding :] = 0
+    return np.repeat(live, max(config.topk, 1)) + config.step_id + 1
+
+
+def most_tiles(config: AttentionConfig, device: torch.device) -> int:
+    """Tiles of one KV head that fit on the device at once, two on a multiprocessor."""
+    sms = config.extra.get("num_sms") or multiprocessors(device)
+    return max(2 * sms // config.num_kv_heads, 1)
 
 
 def _kind(x: torch.Tensor | None) -> str:

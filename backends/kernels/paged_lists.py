@@ -85,8 +85,8 @@ def _kv_range(seq_lens, aux, i, mask, offset, keep, RANGE: tl.constexpr, OWN_QUE
 
 @triton.jit
 def _prefix_sums(
-    seq_lens, aux, kv_indptr, mask_indptr, bs, offset, keep, queries,
-    RANGE: tl.constexpr, OWN_QUERIES: tl.constexpr, HAS_MASK: tl.constexpr, SCAN: tl.constexpr,
+    seq_lens, aux, kv_indptr, kv_lens, mask_indptr, bs, offset, keep, queries, RANGE: tl.constexpr,
+    OWN_QUERIES: tl.constexpr, HAS_LENS: tl.constexpr, HAS_MASK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     total = tl.full((), 0, tl.int32)
     total_bytes = tl.full((), 0, tl.int32)
@@ -96,6 +96,8 @@ def _prefix_sums(
         length, _ = _kv_range(seq_lens, aux, i, mask, offset, keep, RANGE, OWN_QUERIES)
         tl.store(kv_indptr + 1 + i, total + tl.cumsum(length, 0), mask=mask)
         total += tl.sum(length, 0)
+        if HAS_LENS:
+            tl.store(kv_lens + i, length, mask=mask)
         if HAS_MASK:
             packed = (length * queries + 7) // 8
             tl.store(mask_indptr + 1 + i, total_bytes + tl.cumsum(packed, 0), mask=mask)
@@ -174,11 +176,11 @@ def _fill_list(
 def _paged_lists_kernel(
     req_pool_indices, seq_lens, aux, req_to_token, mapping, out_cache_loc, mask_in, live_tokens,
     kv_indptr, kv_indices, mask_indptr, custom_mask,
-    second_kv_indptr, second_kv_indices, second_mask_indptr, second_custom_mask, qo_indptr, swa_out_cache_loc,
+    second_kv_indptr, second_kv_indices, second_mask_indptr, second_custom_mask, qo_indptr, swa_out_cache_loc, kv_lens,
     bs, offset, keep, queries, n_loc, n_swa_out, n_mask, width, capacity, second_capacity, mask_capacity,
     second_mask_capacity, req_to_token_stride, loc_stride,
     RANGE: tl.constexpr, SECOND: tl.constexpr, QUERY_STARTS: tl.constexpr, HAS_MAP: tl.constexpr,
-    COUNT_MASK: tl.constexpr, SLOT_PROGRAMS: tl.constexpr, MASK_PROGRAMS: tl.constexpr,
+    HAS_LENS: tl.constexpr, COUNT_MASK: tl.constexpr, SLOT_PROGRAMS: tl.constexpr, MASK_PROGRAMS: tl.constexpr,
     PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, SLOTS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     OWN_QUERIES: tl.constexpr = QUERY_STARTS == 2
@@ -188,12 +190,13 @@ def _paged_lists_kernel(
     first_row = 1 + SLOT_PROGRAMS + bs * MASK_PROGRAMS * LISTS
     if pid == 0:
         _prefix_sums(
-            seq_lens, aux, kv_indptr, mask_indptr, bs, offset, keep, queries, RANGE, OWN_QUERIES, HAS_MASK, SCAN
-        )
+            seq_lens, aux, kv_indptr, kv_lens, mask_indptr, bs, offset, keep, queries, RANGE, OWN_QUERIES, HAS_LENS,
+            HAS_MASK, SCAN,
+        )  # fmt: skip
         if SECOND != -1:
             _prefix_sums(
-                seq_lens, aux, second_kv_indptr, second_mask_indptr, bs, offset, keep, queries, SECOND, OWN_QUERIES,
-                HAS_MASK, SCAN,
+                seq_lens, aux, second_kv_indptr, kv_lens, second_mask_indptr, bs, offset, keep, queries, SECOND,
+                OWN_QUERIES, False, HAS_MASK, SCAN,
             )  # fmt: skip
         if QUERY_STARTS != 0:
             _query_starts(qo_indptr, aux, bs, queries, OWN_QUERIES, SCAN)
@@ -248,7 +251,7 @@ def _paged_lists_kernel(
             )  # fmt: skip
 
 
-VARYING = (0, 1, 2, 5, 6, 7, 22, 24, 31)
+VARYING = (0, 1, 2, 5, 6, 7, 23, 25, 32)
 """Kernel arguments that change from replay to replay: what `PagedLists` is called with, and their sizes."""
 
 
@@ -266,6 +269,7 @@ class PagedLists:
         query_starts, qo_indptr: how qo_indptr, [B + 1] int32 from index 1, comes about.
         mapping: [slots + 1] int64, full slot -> sliding-window slot, for a window's list and the write slots.
         swa_out_cache_loc: [T] int64: mapped write slots, then zeros.
+        kv_lens: [>=B] int32: tokens of the first list's ranges.
         counts_mask: of a given mask only the live requests' cells count, which `live_tokens` tells on the device.
 
     Cost of a call: one launch, no allocation, no synchronisation; no recompilation when only lengths change.
@@ -285,6 +289,7 @@ class PagedLists:
         qo_indptr: torch.Tensor | None = None,
         mapping: torch.Tensor | None = None,
         swa_out_cache_loc: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
         counts_mask: bool = False,
     ) -> None:
         first, second = lists[0], lists[1] if len(lists) > 1 else None
@@ -303,7 +308,7 @@ class PagedLists:
 
         args = (
             absent, absent, absent, req_to_token, given(mapping), absent, absent, absent,
-            *pointers(first), *pointers(second), given(qo_indptr), given(swa_out_cache_loc),
+            *pointers(first), *pointers(second), given(qo_indptr), given(swa_out_cache_loc), given(kv_lens),
             bs, offset, keep, queries, 0, n_out, 0, req_to_token.shape[1],
             first.kv_indices.shape[0], 0 if second is None else second.kv_indices.shape[0],
             _size(first.custom_mask), 0 if second is None else _size(second.custom_mask),
@@ -314,6 +319,7 @@ class PagedLists:
             "SECOND": int(KvRange.NONE if second is None else second.range),
             "QUERY_STARTS": int(query_starts),
             "HAS_MAP": mapping is not None,
+            "HAS_LENS": kv_lens is not None,
             "COUNT_MASK": counts_mask,
             "SLOT_PROGRAMS": slot_programs,
             "MASK_PROGRAMS": mask_programs,
