@@ -165,6 +165,21 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="flashinfer_mla",
+        kind="backend",
+        family="csr",
+        pattern="B",
+        modes=(*DECODE_MODES, "target_verify", "draft_extend"),
+        target=".flashinfer_mla:FlashInferMlaBackend",
+        note="a reference planner stands in for FlashInfer's, its work stays on the host; counts hold its copies",
+        dispatches={
+            "decode": (14, None),
+            "idle": (14, None),
+            "target_verify": (17, None),
+            "draft_extend": (19, None),
+        },
+    ),
+    BackendInfo(
         name="ascend",
         kind="backend",
         family="page_table",
