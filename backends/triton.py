@@ -76,6 +76,7 @@ class TritonBackend(AttentionBackend):
     )
     index_dtype = torch.int64
     qo_dtype = torch.int64
+    has_windows = True
 
     @staticmethod
     def default_tail(implementation: Implementation, recorded: bool) -> TailPolicy:
@@ -91,7 +92,8 @@ class TritonBackend(AttentionBackend):
                 f"req_to_token is {width} tokens wide, max_context is {c.max_context}: raise its width or lower it"
             )
         self.max_bs, self.max_tokens = max_bs, max_num_tokens
-        self.window = c.window or (max(c.max_context // 4, 1) if self.pools.full_to_swa is not None else 0)
+        maps = self.has_windows and self.pools.full_to_swa is not None
+        self.window = (c.window or (max(c.max_context // 4, 1) if maps else 0)) if self.has_windows else 0
         self.splits = split_rule(c, self.device)
         self.fused: dict[tuple[ForwardMode, int], CsrMetadata] = {}
         rows = max(self.pools.req_to_token.shape[0], max_bs + 1)
@@ -109,7 +111,8 @@ class TritonBackend(AttentionBackend):
             self.window_kv_offsets = self._zeros(max_bs)
             self.window_num_kv_splits = self._full_splits(max_num_tokens)
         self.no_lens = self._zeros(max_bs)
-        self.swa_out_buffer = self._zeros(max_num_tokens, dtype=torch.int64) if self.pools.writes_swa else None
+        writes = maps and self.pools.writes_swa
+        self.swa_out_buffer = self._zeros(max_num_tokens, dtype=torch.int64) if writes else None
         if c.draft_tokens > 0:
             self.qo_indptr = self._zeros(rows, dtype=self.qo_dtype)
             self.mask_indptr = self._zeros(rows, dtype=torch.int64)
@@ -140,7 +143,7 @@ class TritonBackend(AttentionBackend):
             window_kv_indptr=self.window_kv_indptr[: b + 1] if window else None,
             window_kv_indices=self.window_kv_indices if window else None,
             window_kv_offsets=self.window_kv_offsets if window and not decode else None,
-            mapping=self.pools.full_to_swa,
+            mapping=self.pools.full_to_swa if window else None,
             num_kv_splits=self.num_kv_splits if decode else None,
             window_num_kv_splits=self.window_num_kv_splits if window and decode else None,
             splits=self.splits,

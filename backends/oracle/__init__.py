@@ -67,6 +67,7 @@ class HostBatch:
         encoder_lens: [B] or None.
         seq_lens_fill: seq_lens of padding rows.
         extend_seq_lens: [B] new tokens of each request in draft extend; tokens_per_req everywhere if None.
+        kv_indptr, kv_indices: index lists that the engine brings, or None.
     """
 
     mode: str
@@ -83,6 +84,8 @@ class HostBatch:
     encoder_lens: np.ndarray | None = None
     seq_lens_fill: int = 1
     extend_seq_lens: np.ndarray | None = None
+    kv_indptr: np.ndarray | None = None
+    kv_indices: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

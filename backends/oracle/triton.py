@@ -40,7 +40,7 @@ def expected(
         "kv_indices": index_list(rows, [0] * b, lengths, pools, size["kv_indices"], dtype["kv_indices"]),
     }
     if "num_kv_splits" in size:
-        fields["num_kv_splits"] = _front(split_counts(lengths, **splits), size["num_kv_splits"], np.int32)
+        fields["num_kv_splits"] = front(split_counts(lengths, **splits), size["num_kv_splits"], np.int32)
     if "window_kv_indptr" in size:
         fields["window_kv_indptr"] = Expected.prefix_sum(kept)
         fields["window_kv_indices"] = index_list(
@@ -48,9 +48,9 @@ def expected(
             swa=pools.full_to_swa is not None,
         )  # fmt: skip
     if "window_num_kv_splits" in size:
-        fields["window_num_kv_splits"] = _front(split_counts(kept, **splits), size["window_num_kv_splits"], np.int32)
+        fields["window_num_kv_splits"] = front(split_counts(kept, **splits), size["window_num_kv_splits"], np.int32)
     if "window_kv_offsets" in size:
-        fields["window_kv_offsets"] = _front(starts, size["window_kv_offsets"], np.int32)
+        fields["window_kv_offsets"] = front(starts, size["window_kv_offsets"], np.int32)
     if "qo_indptr" in size:
         fields["qo_indptr"] = Expected.whole(np.array([i * queries for i in range(b + 1)], dtype=dtype["qo_indptr"]))
     if "mask_indptr" in size:
@@ -60,7 +60,7 @@ def expected(
         # The live requests' cells; an idle step has padding only, which may see everything.
         idle = batch.live_requests == 0
         mask = np.ones(sum(cells), dtype=np.uint8) if idle else batch.custom_mask
-        fields["custom_mask"] = _front(mask, size["custom_mask"], np.uint8)
+        fields["custom_mask"] = front(mask, size["custom_mask"], np.uint8)
     if "swa_out_cache_loc" in size:
         fields["swa_out_cache_loc"] = write_slots(batch.out_cache_loc, size["swa_out_cache_loc"], pools.full_to_swa)
     return fields
@@ -97,7 +97,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _front(values: Sequence[int] | np.ndarray, size: int, dtype: type) -> Expected:
+def front(values: Sequence[int] | np.ndarray, size: int, dtype: type) -> Expected:
     """[size]: `values` at the front, the rest untouched."""
     cells = np.zeros(size, dtype=dtype)
     cells[: len(values)] = values
