@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -176,21 +177,43 @@ class DeepseekV4Metadata:
     c4_flashmla_metadata: FlashMLASchedule | None = None
     c128_flashmla_metadata: FlashMLASchedule | None = None
 
+    equal: ClassVar[tuple[str, ...]] = ("page_size", "c4_sparse_topk")
+    copied: ClassVar[tuple[str, ...]] = (
+        "raw_out_loc",
+        "seq_lens_casual",
+        "positions_casual",
+        "page_table",
+        "swa_page_indices",
+        "swa_topk_lengths",
+        "c4_out_loc",
+        "c4_topk_lengths_raw",
+        "c4_topk_lengths_clamp1",
+        "c4_sparse_topk_lengths",
+        "c4_sparse_page_indices",
+        "c128_out_loc",
+        "c128_page_indices",
+        "c128_topk_lengths_clamp1",
+        "indexer",
+        "c4_plan",
+        "c128_plan",
+    )
+    kept: ClassVar[tuple[str, ...]] = (
+        "swa_out_cache_loc",
+        "c1_flashmla_metadata",
+        "c4_flashmla_metadata",
+        "c128_flashmla_metadata",
+    )
+
     def copy_(self, src: DeepseekV4Metadata) -> None:
         """Refill from a struct of the same shape. The store locations are the in-graph hook's: upstream assigns them,
         which loses the pointer that its graph writes."""
-        copy_fields(self, src, equal=EQUAL, copy=COPIED, keep=KEPT)
+        copy_fields(self, src, equal=self.equal, copy=self.copied, keep=self.kept)
 
     def renew_schedules(self) -> None:
         """Leave FlashMLA schedules that no attention call has filled yet."""
         for name in ("c1_flashmla_metadata", "c4_flashmla_metadata", "c128_flashmla_metadata"):
             if getattr(self, name) is not None:
                 setattr(self, name, FlashMLASchedule())
-
-
-EQUAL = ("page_size", "c4_sparse_topk")
-KEPT = ("swa_out_cache_loc", "c1_flashmla_metadata", "c4_flashmla_metadata", "c128_flashmla_metadata")
-COPIED = tuple(f.name for f in fields(DeepseekV4Metadata) if f.name not in EQUAL + KEPT)
 
 
 class DeepseekV4Backend(AttentionBackend):
@@ -202,7 +225,8 @@ class DeepseekV4Backend(AttentionBackend):
     """
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, *EXTEND})
-    metadata_class = DeepseekV4Metadata
+    staged_modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY})
+    """Modes for which upstream has a raw struct."""
     keep_draft = True
     """Verify keeps the compressor states of the last 4 tokens, so that rejected drafts can be undone."""
     allowances = Allowances(
@@ -283,7 +307,7 @@ class DeepseekV4Backend(AttentionBackend):
         only = lambda make: make() if compressed else None  # noqa: E731
         page_table, c4_lengths = int32(t, self.pages), only(lambda: int32(t))
         plans = self._plans(mode)
-        return self.metadata_class(
+        return DeepseekV4Metadata(
             raw_out_loc=int32(t) if mode is Mode.TARGET_VERIFY else locations(),
             seq_lens_casual=int32(t),
             positions_casual=int32(t),
@@ -339,12 +363,12 @@ class DeepseekV4Backend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(fb, in_capture)
-        if self.two_stage:
+        if self.two_stage and fb.forward_mode in self.staged_modes:
             self._install_raw(fb)
 
     def init_forward_metadata_in_graph(self, fb: ForwardBatch) -> None:
         md = self.forward_metadata
-        if self.two_stage:
+        if self.two_stage and fb.forward_mode in self.staged_modes:
             raw = self.raw[fb.forward_mode, fb.batch_size]
             fb = replace(
                 fb, seq_lens=raw.seq_lens, req_pool_indices=raw.req_pool_indices, out_cache_loc=raw.out_cache_loc
@@ -420,7 +444,11 @@ class DeepseekV4Backend(AttentionBackend):
         if md.indexer is not None:
             self._aten_compressed(built, md)
             self._aten_plans(built, fb, raw, lengths)
+        self._aten_more(built, fb, raw, pool)
         return built
+
+    def _aten_more(self, built: DeepseekV4Metadata, fb: ForwardBatch, raw: RawMetadata, pool: torch.Tensor) -> None:
+        """What a variant of this backend adds. pool: row of req_to_token of every query row."""
 
     def _expand(self, fb: ForwardBatch, raw: RawMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Context and pool row of every draft row, on the device."""
@@ -549,6 +577,10 @@ class DeepseekV4Backend(AttentionBackend):
         if md.indexer is not None:
             self._static_compressed(md, context)
             self._static_plans(fb, md)
+        self._static_more(fb, md)
+
+    def _static_more(self, fb: ForwardBatch, md: DeepseekV4Metadata) -> None:
+        """What a variant adds."""
 
     def _static_compressed(self, md: DeepseekV4Metadata, context: torch.Tensor) -> None:
         slots = md.raw_out_loc
@@ -577,21 +609,14 @@ class DeepseekV4Backend(AttentionBackend):
                 build_decode_plan(*inputs, plan.plan_d, plan.ratio, ring)
 
     def rebuild_fused(self, fb: ForwardBatch, md: DeepseekV4Metadata) -> None:
-        n = self._queries(fb)
         self._checked_slots(fb.out_cache_loc, md.raw_out_loc.shape[0])
-        launch_deepseek_v4_metadata(
-            fb.req_pool_indices,
-            fb.seq_lens,
-            self.pools.req_to_token,
-            self.pools.full_to_swa,
-            fb.out_cache_loc,
-            md,
-            fb.batch_size,
-            1 if fb.forward_mode is Mode.TARGET_VERIFY else 1 - n,
-            n,
-            self.rings,
-            self.keep_draft,
-        )
+        launch_deepseek_v4_metadata(md, *self._launch_arguments(fb))
+
+    def _launch_arguments(self, fb: ForwardBatch) -> tuple:
+        n = self._queries(fb)
+        added = 1 if fb.forward_mode is Mode.TARGET_VERIFY else 1 - n
+        tables = (fb.req_pool_indices, fb.seq_lens, self.pools.req_to_token, self.pools.full_to_swa, fb.out_cache_loc)
+        return (*tables, fb.batch_size, added, n, self.rings, self.keep_draft)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         return deepseek_v4.expected(

@@ -28,8 +28,9 @@ def row_parts(rows: int, columns: int) -> int:
     return max(1, min(triton.cdiv(columns, BLOCK), 256 // max(rows, 1)))
 
 
-@triton.jit(do_not_specialize=["bs", "added", "n_loc", "pages", "c128_columns", "num_sms"])
-def _deepseek_v4_kernel(
+@triton.jit
+def write_metadata(
+    pid,
     req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc,
     raw_out_loc, seq_lens_casual, positions, page_table, swa_page_indices, swa_topk_lengths, swa_out_cache_loc,
     c4_out_loc, c4_lengths, c4_clamp1, c4_sparse_lengths, c4_sparse_lengths_raw, c4_sparse_pages,
@@ -42,7 +43,7 @@ def _deepseek_v4_kernel(
     SCHEDULE_PROGRAMS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
     SCHEDULE_SCAN: tl.constexpr, PLAN_SCAN: tl.constexpr, COMPRESS_SCAN: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """Everything that program `pid` writes."""
     planners: tl.constexpr = SCHEDULE_PROGRAMS + 3 if COMPRESSED else 0
     if pid < planners:
         if pid < SCHEDULE_PROGRAMS:
@@ -115,20 +116,55 @@ def compressor_plan(
         decode_plan(req_pool_indices, seq_lens, req_to_token, swa_mapping, plan, bs, stride, RATIO, RING, SCAN)
 
 
-def launch_deepseek_v4_metadata(
+@triton.jit(do_not_specialize=["bs", "added", "n_loc", "pages", "c128_columns", "num_sms"])
+def _deepseek_v4_kernel(
+    req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc,
+    raw_out_loc, seq_lens_casual, positions, page_table, swa_page_indices, swa_topk_lengths, swa_out_cache_loc,
+    c4_out_loc, c4_lengths, c4_clamp1, c4_sparse_lengths, c4_sparse_lengths_raw, c4_sparse_pages,
+    c128_out_loc, c128_lengths, c128_clamp1, c128_pages,
+    schedule, plan, c4_plan, c4_write_plan, c128_plan, c128_write_plan,
+    bs, added, n_loc, pages, c128_columns, num_sms,
+    req_to_token_stride, loc_stride, page_table_stride, swa_stride, c128_stride, sparse_stride,
+    N: tl.constexpr, TOPK: tl.constexpr, COMPRESSED: tl.constexpr, RAW_LENGTHS: tl.constexpr, VERIFY: tl.constexpr,
+    RING4: tl.constexpr, RING128: tl.constexpr, KEEP_DRAFT: tl.constexpr,
+    SCHEDULE_PROGRAMS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    SCHEDULE_SCAN: tl.constexpr, PLAN_SCAN: tl.constexpr, COMPRESS_SCAN: tl.constexpr,
+):  # fmt: skip
+    write_metadata(
+        tl.program_id(0),
+        req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc,
+        raw_out_loc, seq_lens_casual, positions, page_table, swa_page_indices, swa_topk_lengths, swa_out_cache_loc,
+        c4_out_loc, c4_lengths, c4_clamp1, c4_sparse_lengths, c4_sparse_lengths_raw, c4_sparse_pages,
+        c128_out_loc, c128_lengths, c128_clamp1, c128_pages,
+        schedule, plan, c4_plan, c4_write_plan, c128_plan, c128_write_plan,
+        bs, added, n_loc, pages, c128_columns, num_sms,
+        req_to_token_stride, loc_stride, page_table_stride, swa_stride, c128_stride, sparse_stride,
+        N, TOPK, COMPRESSED, RAW_LENGTHS, VERIFY,
+        RING4, RING128, KEEP_DRAFT,
+        SCHEDULE_PROGRAMS, PARTS, BLOCK, ENTRIES,
+        SCHEDULE_SCAN, PLAN_SCAN, COMPRESS_SCAN,
+    )  # fmt: skip
+
+
+def launch_deepseek_v4_metadata(md, *batch) -> None:
+    """Rebuild `md`, a `deepseek_v4.DeepseekV4Metadata`, in one launch; arguments as of `prepared`."""
+    launch(_deepseek_v4_kernel, *prepared(md, *batch))
+
+
+def prepared(
+    md,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     req_to_token: torch.Tensor,
     full_to_swa: torch.Tensor,
     out_cache_loc: torch.Tensor,
-    md,
     bs: int,
     added: int,
     queries: int,
     rings: tuple[int, int],
     keep_draft: bool = True,
-) -> None:
-    """Rebuild `md`, a `deepseek_v4.DeepseekV4Metadata` whose buffers were checked when they were bound.
+) -> tuple[tuple[int, ...], tuple, dict]:
+    """Grid, arguments and options of a launch that rebuilds `md`, whose buffers were checked when they were bound.
 
     Args:
         req_pool_indices, seq_lens: [>=bs] int32 or int64.
@@ -153,8 +189,7 @@ def launch_deepseek_v4_metadata(
     c128_columns = md.c128_page_indices.shape[1] if compressed else 0
     programs = schedule_programs(num_sms) if compressed else 0
     parts = row_parts(rows, max(pages, c128_columns // 2))
-    launch(
-        _deepseek_v4_kernel,
+    return (
         ((programs + 3 if compressed else 0) + rows * parts,),
         (
             req_pool_indices, seq_lens, req_to_token, full_to_swa, out_cache_loc,
