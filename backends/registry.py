@@ -173,8 +173,8 @@ BUILTIN: tuple[BackendInfo, ...] = (
         target=".flashinfer_mla:FlashInferMlaBackend",
         note="a reference planner stands in for FlashInfer's, its work stays on the host; counts hold its copies",
         dispatches={
-            "decode": (14, None),
-            "idle": (14, None),
+            "decode": (13, None),
+            "idle": (13, None),
             "target_verify": (17, None),
             "draft_extend": (19, None),
         },
