@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import inspect
 from collections import Counter
 from collections.abc import Iterator
@@ -53,11 +54,13 @@ def _syncs_raise(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 @check("C9", "the in-graph hook can be captured by itself, does something, and replays to the oracle's values")
@@ -176,7 +179,7 @@ def wrapper_forwarding(subject: Subject) -> Iterator[str]:
         if wanted is not None and seen != Counter(wanted(batch, name)):
             yield f"{name} reached {dict(seen)}, wanted {wanted(batch, name)} ({arm})"
     first = reached["init_forward_metadata_out_graph"]
-    for name, seen in reached.items():
+    for name, seen in reached.items() if wanted is None else ():
         if set(seen) != set(first):
             yield f"{name} reached {sorted(seen) or 'no child'}, the out-of-graph hook {sorted(first)} ({arm})"
     yield Note(f"{len(calls)} hooks, {len(children)} children")
