@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
