@@ -16,6 +16,7 @@ from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.oracle import Expected
 from rebuilds import Replayer, host_pools
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOLDER = Path(__file__).parent / "data" / "goldens"
 
 MODES = {
@@ -87,7 +88,7 @@ class Golden:
         self.mode = MODES[self.config["mode"]]
 
     def pools(self) -> Pools:
-        there = lambda key: torch.from_numpy(self.data[key]) if key in self.data else None  # noqa: E731
+        there = lambda key: torch.from_numpy(self.data[key]).to(DEVICE) if key in self.data else None  # noqa: E731
         return Pools(there("init/req_to_token"), there("init/full_to_swa"), True, there("init/mamba_index_mapping"))
 
     def attention_config(self, step_id: int = 0, **extra) -> AttentionConfig:

@@ -15,6 +15,13 @@ from attn_graph.backends.oracle.triton import split_counts
 POISON = -7
 
 
+@pytest.fixture(autouse=True)
+def on_the_device():
+    """Every tensor made here lies on the GPU, if there is one."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -129,7 +136,7 @@ def test_draft_lists_hold_the_prefix_and_the_branchs_own_tokens(launch, page_siz
         for step in range(steps):
             wanted = draft_lists(source, pool, lens, topk, page_size, steps, step)
             assert indices[step].tolist() == wanted + [POISON] * (400 - len(wanted))
-            ends = np.cumsum(np.repeat(lens.numpy() + step + 1, topk)).tolist()
+            ends = np.cumsum(np.repeat(np.array(lens.tolist()) + step + 1, topk)).tolist()
             assert indptr[step].tolist() == [POISON, *ends, POISON]
 
 

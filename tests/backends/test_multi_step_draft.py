@@ -20,6 +20,7 @@ from rebuilds import ARMS, Replayer, host_pools, replayed
 Mode = ForwardMode
 BUCKET, CONTEXT = 3, 100
 ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHAINS = ["trtllm_mha", "flashattention", "trtllm_mla", "flashmla", "dsa"]
 
 
@@ -33,7 +34,7 @@ def config(inner="triton", topk=1, steps=3, page_size=1, context=CONTEXT, **extr
 
 def pools_for(c: AttentionConfig, swa=False, width=None):
     width = width or last_draft_column(c) + 8
-    return make_pools(rows=9, width=width, page_size=c.page_size, swa=swa, seed=0, device="cpu")
+    return make_pools(rows=9, width=width, page_size=c.page_size, swa=swa, seed=0, device=DEVICE)
 
 
 def replayer(arm, c, pools=None, lens=torch.int64, cls=MultiStepDraft, bucket=BUCKET) -> Replayer:
@@ -260,7 +261,7 @@ class OneStepShort(MultiStepDraft):
     def rebuild_aten(self, fb, md):
         super().rebuild_aten(fb, md)
         for step in md.values():
-            step.kv_indptr[1:] -= torch.arange(1, len(step.kv_indptr), dtype=torch.int32)
+            step.kv_indptr[1:] -= torch.arange(1, len(step.kv_indptr), dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize(

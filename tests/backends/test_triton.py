@@ -26,6 +26,7 @@ Mode = ForwardMode
 MODES = sorted(TritonBackend.modes)
 BUCKET, N, STEPS, CONTEXT, WINDOW = 4, 4, 3, 150, 40
 ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def config(mode=Mode.DECODE, window=None, topk=1, context=CONTEXT, **extra) -> AttentionConfig:
@@ -34,7 +35,7 @@ def config(mode=Mode.DECODE, window=None, topk=1, context=CONTEXT, **extra) -> A
 
 
 def pools_for(c: AttentionConfig, swa=False, seed=0):
-    return make_pools(rows=13, width=c.max_context + 4, page_size=c.page_size, swa=swa, seed=seed, device="cpu")
+    return make_pools(rows=13, width=c.max_context + 4, page_size=c.page_size, swa=swa, seed=seed, device=DEVICE)
 
 
 def tokens_of(mode) -> int:

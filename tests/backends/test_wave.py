@@ -30,6 +30,7 @@ Mode = ForwardMode
 MODES = sorted(WaveBackend.modes)
 BUCKET, N, CONTEXT = 4, 2, 120
 ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def config(mode=Mode.DECODE, topk=1, context=CONTEXT, **extra) -> AttentionConfig:
@@ -38,7 +39,7 @@ def config(mode=Mode.DECODE, topk=1, context=CONTEXT, **extra) -> AttentionConfi
 
 
 def pools_for(c: AttentionConfig, swa=False):
-    return make_pools(rows=9, width=c.max_context + 8, page_size=16, swa=swa, seed=0, device="cpu")
+    return make_pools(rows=9, width=c.max_context + 8, page_size=16, swa=swa, seed=0, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -181,17 +182,17 @@ class Given:
         self.topk, self.rng = topk, np.random.default_rng(0)
         self.backend = cls(c, pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
         self.backend.init_cuda_graph_state(BUCKET, BUCKET * topk)
-        self.indptr = torch.arange(BUCKET * topk + 1, dtype=torch.int32)
-        self.indices = torch.zeros(BUCKET * topk * CONTEXT, dtype=torch.int64)
+        self.indptr = torch.arange(BUCKET * topk + 1, dtype=torch.int32, device=DEVICE)
+        self.indices = torch.zeros(BUCKET * topk * CONTEXT, dtype=torch.int64, device=DEVICE)
         self.batch = ForwardBatch(
             forward_mode=Mode.DRAFT_DECODE,
             batch_size=BUCKET,
-            req_pool_indices=torch.zeros(BUCKET, dtype=torch.int64),
-            seq_lens=torch.ones(BUCKET, dtype=torch.int64),
+            req_pool_indices=torch.zeros(BUCKET, dtype=torch.int64, device=DEVICE),
+            seq_lens=torch.ones(BUCKET, dtype=torch.int64, device=DEVICE),
             spec_info=SpecInfo(kv_indptr=self.indptr, kv_indices=self.indices),
         )
         self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.graph = GraphFactory(torch.device("cpu"))()
+        self.graph = GraphFactory(DEVICE)()
         self.graph.capture(lambda: self.backend.init_forward_metadata_in_graph(self.batch))
         self.bound = tensors_of(self.backend.metadata[Mode.DRAFT_DECODE, BUCKET])
 
@@ -209,16 +210,24 @@ class Given:
         live = self.live(lengths)
         host = HostBatch(
             "draft_decode", np.zeros(BUCKET), np.array(lengths), np.zeros(0), 1,
-            kv_indptr=live.spec_info.kv_indptr.numpy(), kv_indices=live.spec_info.kv_indices.numpy(),
+            kv_indptr=live.spec_info.kv_indptr.cpu().numpy(), kv_indices=live.spec_info.kv_indices.cpu().numpy(),
         )  # fmt: skip
         words = self.backend.expected(host, host_pools(self.backend.pools))
         for name, want in words.items():
             self.bound[name].fill_(-7)
             assert self.bound[name].shape == want.values.shape
         self.backend.init_forward_metadata_out_graph(live)
+        synchronise()
         self.graph.launch()
+        synchronise()
         left = {name: np.where(want.written, want.values, -7) for name, want in words.items()}
-        return [name for name, cells in left.items() if not np.array_equal(self.bound[name].numpy(), cells)]
+        return [name for name, cells in left.items() if not np.array_equal(self.bound[name].cpu().numpy(), cells)]
+
+
+def synchronise() -> None:
+    """The graph has a stream of its own."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 LENGTHS = ([1, 1, 1, 1], [5, 90, 1, 119], [CONTEXT - 1] * 4, [2, 1, 3, 1])
