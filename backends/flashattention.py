@@ -472,7 +472,7 @@ class FlashAttentionBackend(AttentionBackend):
         before = (torch.cumsum(cells, 0) - cells) * n
         rows = before[:, None] + self.draft_numbers * cells[:, None]
         indices = (rows[:, :, None] + columns[:, None, :]).view(b * n, n)
-        padding = self.query_numbers[: b * n, None] >= fb.num_token_non_padded
+        padding = self.query_numbers[: b * n, None] >= _live_tokens(fb)
         sees = fb.spec_info.custom_mask[indices.masked_fill(padding, 0)]
         unseen_last = self.draft_numbers + n * (~sees).to(torch.int64)
         slots = self.pools.req_to_token[pool[:, None], columns][:, None, :].expand(b, n, n).reshape(b * n, n)
@@ -517,7 +517,7 @@ class FlashAttentionBackend(AttentionBackend):
         if md.expand is not None:
             return prepare_verify_cascade(
                 self._verify_tables(md), table, fb.req_pool_indices, fb.seq_lens, fb.spec_info.custom_mask,
-                fb.num_token_non_padded, fb.out_cache_loc, self.arrived, c.page_size, config,
+                _live_tokens(fb), fb.out_cache_loc, self.arrived, c.page_size, config,
             )  # fmt: skip
         if md.local_attn_metadata is not None or md.encoder_page_table is not None:
             return prepare_flash_decode(
@@ -645,3 +645,9 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _numbers(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int64, device=self.device)
+
+
+def _live_tokens(fb: ForwardBatch) -> torch.Tensor:
+    if fb.num_token_non_padded is None:
+        raise ConfigError("num_token_non_padded is None: recorded work cannot tell where the live queries end")
+    return fb.num_token_non_padded
