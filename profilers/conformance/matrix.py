@@ -208,25 +208,36 @@ def _do(task: Task) -> Iterator[Finding]:
             if {"faults", f"fault:{fault.name}"} & set(task.checks):
                 yield caught(fault, task.backend, device)
         return
-    subjects, refused = [], []
-    probes = set()
-    sizes = full_sizes(task.mode, device) if task.full else quick_sizes(task.mode)
-    for seed, size in enumerate(sizes):
-        try:
-            subject = size.subject(task.backend, task.mode, device, task.arms, seed)
-        except ConfigError as error:
-            refused.append(str(error))
-            continue
-        if size.swa and not has_window_fields(subject):
-            continue  # the same as without a window
-        subjects.append(subject)
-        if size.probe:
-            probes.add(subject)
+    subjects, probes, refused = _subjects(task, device)
     yield _sizes_row(task, len(subjects), refused)
     for name in task.checks:
         if name in CHECKS and subjects:
-            chosen = [s for s in subjects if CHECKS[name].everywhere or s in probes] or subjects[:1]
-            yield from _merged(CHECKS[name], chosen)
+            yield from _merged(CHECKS[name], subjects if CHECKS[name].everywhere else probes or subjects[:1])
+
+
+def _subjects(task: Task, device: torch.device) -> tuple[list[Subject], list[Subject], list[str]]:
+    """What a mode of a backend is looked at on, the probes among it, and why other sizes were refused."""
+    subjects, probes, refused = [], [], []
+    taken: dict[tuple, Sizes] = {}
+    for seed, size in enumerate(full_sizes(task.mode, device) if task.full else quick_sizes(task.mode)):
+        try:
+            subject = size.subject(task.backend, task.mode, device, task.arms, seed)
+            if size.swa and not has_window_fields(subject):
+                if (size.page_size, size.buckets) in taken:
+                    continue  # what was looked at without a window already
+                subject = replace(size, swa=False).subject(task.backend, task.mode, device, task.arms, seed)
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        taken[size.page_size, size.buckets] = size
+        subjects.append(subject)
+        if size.probe:
+            probes.append(subject)
+    if subjects and not probes:  # one page size only, and not the probes': small batches of it take their place
+        size = replace(next(iter(taken.values())), buckets=(2, 3), swa=subjects[0].case.swa, steps=4)
+        probes = [size.subject(task.backend, task.mode, device, task.arms, 0)]
+        subjects += probes
+    return subjects, probes, refused
 
 
 def has_window_fields(subject: Subject) -> bool:
