@@ -473,7 +473,7 @@ class DeepseekV4Backend(AttentionBackend):
         added = 0
         if fb.forward_mode is Mode.TARGET_VERIFY:
             lens, added = lens + n, n
-        torch.tensor([n] * b, dtype=torch.int32, device=device)  # the query widths that upstream uploads
+        torch.tensor([n] * b, dtype=torch.int32)  # query widths: upstream uploads them, nothing here reads them
         context = torch.empty(b * n, dtype=torch.int32, device=device)
         request = torch.empty(b * n, dtype=torch.int32, device=device)
         for i, length in enumerate(lengths):
@@ -531,12 +531,14 @@ class DeepseekV4Backend(AttentionBackend):
         plans = self.planned_rows[fb.forward_mode, fb.batch_size]
         for name, ring, plan in zip(("c4_plan", "c128_plan"), self.rings, plans, strict=True):
             seq_lens = raw.seq_lens
-            if lengths is not None:
-                seq_lens = torch.tensor(lengths, device=self.device)
-                torch.tensor([n] * len(lengths), device=self.device)  # query widths, for ragged batches
+            if lengths is None:
+                seq_lens = seq_lens.to(torch.int64)
+            else:  # upstream's planner takes both as host tensors; the lengths on the device are the same
+                torch.tensor(lengths)
+                torch.tensor([n] * len(lengths))
             inputs = (
                 raw.req_pool_indices,
-                seq_lens.to(torch.int64),
+                seq_lens,
                 self.pools.req_to_token,
                 self.pools.full_to_swa.detach(),
             )

@@ -215,7 +215,7 @@ class DeepseekV4HipRadixBackend(DeepseekV4Backend):
 
     def _aten_chunks(self, fb: ForwardBatch, raw: RawMetadata) -> dict[str, torch.Tensor]:
         n, b = self._queries(fb), fb.batch_size
-        widths = torch.tensor([n] * b, device=self.device)
+        widths = torch.full((b,), n, dtype=torch.int64, device=self.device)
         if fb.forward_mode is Mode.TARGET_VERIFY:
             start, total = raw.seq_lens, raw.seq_lens + n
         else:

@@ -26,6 +26,7 @@ from rebuilds import ARMS, Replayer, replayed
 Mode = ForwardMode
 MODES = [Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2]
 BUCKET, N, SMS = 4, 4, 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def config(mode=Mode.DECODE, max_context=600, **extra) -> AttentionConfig:
@@ -35,7 +36,7 @@ def config(mode=Mode.DECODE, max_context=600, **extra) -> AttentionConfig:
 
 def pools_for(c: AttentionConfig, seed=0, swa=True):
     width = c.max_context + 4 + c.draft_tokens
-    return make_pools(rows=9, width=width, page_size=256, swa=swa, seed=seed, device="cpu")
+    return make_pools(rows=9, width=width, page_size=256, swa=swa, seed=seed, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -139,9 +140,10 @@ def test_two_stages_are_right_and_leave_the_runners_slots_alone():
         assert [d for d in replayed(own, batches) if d] == []
         slots = own.runner.slots
         own.load(idle_batch())
-        slots.seq_lens.fill_(77)  # a runner whose slots still hold the last batch
-        slots.req_pool_indices.fill_(3)
-        own.runner.replay()
+        with own.stream():
+            slots.seq_lens.fill_(77)  # a runner whose slots still hold the last batch
+            slots.req_pool_indices.fill_(3)
+            own.runner.replay()
         assert own.backend.forward_metadata.seq_lens_casual[0] == (1 if mode is Mode.DECODE else 2)
         assert (slots.seq_lens == 77).all() and (slots.req_pool_indices == 3).all()
 
@@ -165,13 +167,15 @@ def test_a_graph_captures_the_call_that_fills_its_schedules():
         schedule.num_splits = own.backend.plan_numbers
 
     own.runner._body = attention
-    own.runner.capture()
+    with own.stream():
+        own.runner.capture()
     assert filled == [True, True, True]  # two warm-ups and the capture, each on a new schedule
     kept = DeepseekV4Backend.on_after_cuda_graph_warmup
     filled.clear()
     try:
         DeepseekV4Backend.on_after_cuda_graph_warmup = lambda self: None
-        own.runner.capture()
+        with own.stream():
+            own.runner.capture()
     finally:
         DeepseekV4Backend.on_after_cuda_graph_warmup = kept
     assert filled == [True, False, False]  # without the hook the capture records no fill at all
@@ -224,7 +228,8 @@ def test_a_second_capture_binds_the_same_tensors_and_new_schedules():
     for arm in (ARMS[0], ARMS[1]):
         own = replayer(Mode.DECODE, arm, two_stage=True)
         before = own.backend.forward_metadata
-        own.runner.capture()
+        with own.stream():
+            own.runner.capture()
         after = own.backend.metadata[Mode.DECODE, BUCKET]
         where = [{path: t.data_ptr() for path, t in tensors_of(md).items()} for md in (before, after)]
         assert where[0] == where[1] and after.c1_flashmla_metadata is not before.c1_flashmla_metadata
@@ -340,7 +345,9 @@ def test_batches_that_the_buffers_and_plans_do_not_hold_are_refused():
     with pytest.raises(ConfigError, match="holds 16 rows, 4 requests need 20"):
         own.backend.bind(replace(batch, positions=torch.zeros(20)))
     with pytest.raises(ConfigError, match="has 20 slots, the captured batch writes 16"):
-        own.backend.rebuild_fused(replace(batch, out_cache_loc=torch.zeros(20)), own.backend.forward_metadata)
+        own.backend.rebuild_fused(
+            replace(batch, out_cache_loc=torch.zeros(20, device=DEVICE)), own.backend.forward_metadata
+        )
     with pytest.raises(ConfigError, match="mode target_verify needs draft_tokens > 0"):
         DeepseekV4Backend(config(), pools_for(config())).init_cuda_graph_state(4, 4) or replayer(
             Mode.TARGET_VERIFY, ARMS[3], config()

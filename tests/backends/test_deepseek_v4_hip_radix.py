@@ -18,6 +18,7 @@ from rebuilds import ARMS, Replayer, replayed
 Mode = ForwardMode
 MODES = [Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2]
 BUCKET, N, SMS = 4, 4, 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def config(mode=Mode.DECODE, max_context=600, **extra) -> AttentionConfig:
@@ -27,7 +28,7 @@ def config(mode=Mode.DECODE, max_context=600, **extra) -> AttentionConfig:
 
 def pools_for(c: AttentionConfig):
     width = c.max_context + 4 + c.draft_tokens
-    return make_pools(rows=9, width=width, page_size=256, swa=True, seed=0, device="cpu")
+    return make_pools(rows=9, width=width, page_size=256, swa=True, seed=0, device=DEVICE)
 
 
 def tokens_of(mode) -> int:

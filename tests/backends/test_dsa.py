@@ -20,6 +20,7 @@ from rebuilds import ARMS, Replayer, replayed
 Mode = ForwardMode
 MODES = sorted(DsaBackend.modes)
 BUCKET, N, SMS = 4, 4, 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EVERY_OPTION = {"topk_v2": True, "flashmla_kv": True, "mqa_2d": True}
 
 
@@ -31,7 +32,7 @@ def config(mode=Mode.DECODE, page_size=64, max_context=200, **extra) -> Attentio
 
 def pools_for(c: AttentionConfig, seed=0):
     width = c.max_context + 4 + c.draft_tokens
-    return make_pools(rows=13, width=width, page_size=c.page_size, swa=False, seed=seed, device="cpu")
+    return make_pools(rows=13, width=width, page_size=c.page_size, swa=False, seed=seed, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -96,7 +97,7 @@ def test_without_the_wide_table_pages_are_gathered_alone(arm):
 @pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
 def test_rows_beyond_the_topk_level_are_planned(arm):
     c = AttentionConfig(page_size=64, max_context=70000, extra={"index_topk": 64, "num_sms": SMS, "topk_v2": True})
-    pools = make_pools(rows=4, width=70016, page_size=64, swa=False, seed=0, device="cpu")
+    pools = make_pools(rows=4, width=70016, page_size=64, swa=False, seed=0, device=DEVICE)
     own = replayer(Mode.DECODE, arm, c, pools, bucket=3)
     assert own.differences(a_batch(Mode.DECODE, pools, (70000, 5, 65537), (1, 2, 3))) == []
     assert own.backend.forward_metadata.topk_v2_plan.tolist()[:3] == [[65536, 2], [0, 70000], [2, 65537]]
@@ -176,7 +177,7 @@ def test_addresses_stay_and_a_size_that_was_not_captured_is_refused():
 
 
 def test_tables_follow_req_to_token_from_replay_to_replay():
-    pools = make_pools(rows=4, width=16, page_size=4, swa=False, seed=0, device="cpu")
+    pools = make_pools(rows=4, width=16, page_size=4, swa=False, seed=0, device=DEVICE)
     table = pools.req_to_token
     table[1, :4] = torch.arange(12, 16)
     table[3, :12] = torch.tensor([20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31])
@@ -209,7 +210,7 @@ class NegativeLengths(DsaBackend):
     def rebuild_aten(self, fb, md):
         super().rebuild_aten(fb, md)
         n = self._queries(fb)
-        rows = md.cache_seqlens_int32[:, None] - n + 1 + torch.arange(n)
+        rows = md.cache_seqlens_int32[:, None] - n + 1 + torch.arange(n, device=self.device)
         md.dsa_seqlens_expanded.view(-1, n).copy_(rows)
 
 
@@ -219,7 +220,7 @@ class AcceptedWidth(DsaBackend):
     def rebuild_aten(self, fb, md):
         super().rebuild_aten(fb, md)
         accepted = fb.spec_info.num_accept_tokens[: fb.batch_size]
-        offsets = torch.zeros(fb.batch_size + 1, dtype=torch.int32)
+        offsets = torch.zeros(fb.batch_size + 1, dtype=torch.int32, device=self.device)
         offsets[1:] = torch.cumsum(accepted, 0)
         expand_seqlens(accepted, md.cache_seqlens_int32, offsets, md.dsa_seqlens_expanded)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 63, 64, 65, 255, 256, 257, 1000, 70000, 400000]), min_size=1, max_size=40)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXES = [[0], [1], [0, 0, 0], [256, 257, 0, 1], [8192, 100], [5] * 33, [100000, 1, 1, 70000], list(range(0, 4000, 13))]
 
 
@@ -72,24 +73,24 @@ def test_topk_plan_lists_exactly_the_rows_above_its_threshold_and_never_more_tha
 @pytest.mark.parametrize("lens", MIXES, ids=len)
 @pytest.mark.parametrize("num_sms", [1, 5, 132])
 def test_paged_mqa_kernel_equals_the_reference(lens, num_sms):
-    out = torch.full((num_sms + 1, 2), -7, dtype=torch.int32)
-    paged_mqa_schedule(torch.tensor(lens, dtype=torch.int32), out)
+    out = torch.full((num_sms + 1, 2), -7, dtype=torch.int32, device=DEVICE)
+    paged_mqa_schedule(torch.tensor(lens, dtype=torch.int32, device=DEVICE), out)
     assert list(map(tuple, out.tolist())) == schedules.paged_mqa_schedule(lens, num_sms)
 
 
 @pytest.mark.parametrize("lens", MIXES, ids=len)
 @pytest.mark.parametrize("parts", [1, 16])
 def test_split_kv_kernel_equals_the_reference(lens, parts):
-    schedule = torch.full((parts, 8), -7, dtype=torch.int32)
-    num_splits = torch.full((len(lens) + 1,), -7, dtype=torch.int32)
-    split_kv_schedule(torch.tensor([n - 3 for n in lens]), schedule, num_splits, added=3)
+    schedule = torch.full((parts, 8), -7, dtype=torch.int32, device=DEVICE)
+    num_splits = torch.full((len(lens) + 1,), -7, dtype=torch.int32, device=DEVICE)
+    split_kv_schedule(torch.tensor([n - 3 for n in lens], device=DEVICE), schedule, num_splits, added=3)
     wanted = schedules.split_kv(lens, parts)
     assert list(map(tuple, schedule.tolist())) == wanted.parts and num_splits.tolist() == wanted.num_splits
 
 
 @pytest.mark.parametrize("lens", [[1], [70000, 3, 65537], [70000] * 31, [100000] * 49 + [5], [400000] * 130], ids=len)
 def test_topk_plan_kernel_equals_the_reference_and_leaves_the_rest(lens):
-    plan = torch.full((len(lens) + 1, 2), -7, dtype=torch.int32)
-    topk_v2_plan(torch.tensor(lens, dtype=torch.int32), plan)
+    plan = torch.full((len(lens) + 1, 2), -7, dtype=torch.int32, device=DEVICE)
+    topk_v2_plan(torch.tensor(lens, dtype=torch.int32, device=DEVICE), plan)
     wanted = schedules.topk_v2_plan(lens)
     assert list(map(tuple, plan.tolist())) == wanted + [(-7, -7)] * (len(lens) + 1 - len(wanted))
