@@ -59,3 +59,27 @@ def padded_mask(mask: torch.Tensor, cells: int) -> torch.Tensor:
     if missing <= 0:
         return mask
     return torch.cat([mask, torch.full((missing,), True, dtype=torch.bool, device=mask.device)])
+
+
+def copy_live_mask(
+    buffer: torch.Tensor,
+    mask: torch.Tensor,
+    mask_indptr: torch.Tensor,
+    live: torch.Tensor,
+    bs: int,
+    cell_numbers: torch.Tensor,
+) -> None:
+    """The live requests' cells of a static tree mask to the front of `buffer`, as a graph can record it.
+
+    In an idle step padding is all there is, and it may see everything.
+
+    Args:
+        buffer: uint8, at least as long as the mask.
+        mask_indptr: [bs + 1] int64, where each request's cells begin.
+        live: [1] int32, live requests.
+        cell_numbers: [>=cells] int64, 0, 1, ...
+    """
+    cells, idle = mask.shape[0], live == 0
+    end = mask_indptr[live + idle * bs]
+    front = buffer[:cells]
+    front.copy_(torch.where(cell_numbers[:cells] < end, mask | idle, front))

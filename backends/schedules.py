@@ -169,3 +169,124 @@ def divide_kv(kv_lens: np.ndarray, query_tiles: np.ndarray, most: int, split: bo
     within = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     query_tile, kv_tile = np.divmod(within, chunks[request])
     return TilePlan(low, request.astype(np.int32), query_tile.astype(np.int32), kv_tile.astype(np.int32))
+
+
+MLA_GRANULARITY = 16
+"""KV tokens of a block of AITER's MLA work, at least; the page size where that is larger."""
+MLA_TAIL = 4
+"""A last chunk of this many tokens or fewer joins the one before it."""
+MLA_OVERHEAD = 16
+"""Fixed cost of touching a tile, in blocks, for the plan that fills multiprocessors one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWork:
+    """Work of AITER's persistent MLA kernel. A tile is one request's queries, or a fold of its heads.
+
+    Attributes:
+        info: per work (tile, partial slot or -1, query start, query end, KV start, KV end, KV tokens behind it, 0).
+        indptr: works before each multiprocessor, one more entry than there are.
+        reduce_indptr: partial results before each reduction, one more entry than there are.
+        reduce_final: (query start, query end) of each reduction.
+        reduce_partial: partial slots, reduction behind reduction.
+    """
+
+    info: list[tuple[int, ...]]
+    indptr: list[int]
+    reduce_indptr: list[int]
+    reduce_final: list[tuple[int, int]]
+    reduce_partial: list[int]
+
+
+def mla_work_even(
+    kv_lens: Sequence[int], queries: int, cus: int, max_splits: int, *, fold: int = 1, fixed_splits: int = 0,
+    granularity: int = MLA_GRANULARITY, ladder: bool = False,
+) -> MlaWork:  # fmt: skip
+    """Every tile is cut into chunks of its own size, works are dealt out evenly.
+
+    Args:
+        kv_lens: tokens of each request.
+        queries: query rows of a tile.
+        cus: multiprocessors.
+        fold: tiles of each request.
+        fixed_splits: chunks to aim at, or 0 to choose by length and by how many tiles there are.
+        ladder: a request's tiles are its queries, each of which sees one token more than the one before.
+    """
+    info, reduce_indptr, final, partial_map = [], [0], [], []
+    tiles, starts, reach = _mla_tiles(kv_lens, fold, ladder)
+    for tile in range(tiles):
+        start, tokens = starts[tile], reach[tile]
+        length = max(tokens, 1)
+        blocks = -(-length // granularity)
+        splits = fixed_splits or max(1, min(length // 196, -(-cus // tiles), max_splits))
+        chunk = -(-blocks // splits) * granularity
+        cuts = -(-length // chunk)
+        if cuts > 1 and 0 < length % chunk <= MLA_TAIL:
+            cuts -= 1
+        for i in range(cuts):
+            begin = start + i * chunk
+            end = start + tokens if i == cuts - 1 else begin + chunk
+            partial = -1 if cuts == 1 else len(info) * queries
+            rows = tile * queries, (tile + 1) * queries
+            info.append((tile, partial, *rows, begin, end, start + tokens - end, 0))
+            partial_map.append(partial)
+        reduce_indptr.append(len(info))
+        final.append((tile * queries, (tile + 1) * queries))
+    each, larger = divmod(len(info), cus)
+    indptr = [c * each + min(c, larger) for c in range(cus + 1)]
+    return MlaWork(info, indptr, reduce_indptr, final, partial_map)
+
+
+def mla_work_filling(
+    kv_lens: Sequence[int], queries: int, cus: int, max_splits: int, *, fold: int = 1,
+    granularity: int = MLA_GRANULARITY, ladder: bool = False,
+) -> MlaWork:  # fmt: skip
+    """Multiprocessors are filled one after the other up to the same payload; a tile is cut where one is full.
+
+    No cut leaves a tail shorter than the tile's queries. Only cut tiles are reduced. Arguments as for
+    `mla_work_even`.
+    """
+    tiles, starts, reach = _mla_tiles(kv_lens, fold, ladder)
+    blocks = [-(-max(n, 1) // granularity) for n in reach]
+    parts = min(cus, max_splits * tiles)
+    payload = -(-sum(b + MLA_OVERHEAD for b in blocks) // parts) + MLA_OVERHEAD
+    info, indptr, reduce_indptr, final, partial_map = [], [0], [0], [], []
+    tile = block = 0
+    for _ in range(cus):
+        left = payload
+        while tile < tiles:
+            tokens, rest = reach[tile], blocks[tile] - block
+            taken = left - MLA_OVERHEAD
+            finish = taken >= rest
+            if not finish and taken <= 0:
+                break
+            end = tokens if finish else (block + taken) * granularity
+            if tokens - end < queries:
+                finish, end = True, tokens
+            partial = -1
+            if block > 0 or not finish:
+                partial = len(partial_map) * queries
+                partial_map.append(partial)
+            begin = starts[tile] + block * granularity
+            rows = tile * queries, (tile + 1) * queries
+            info.append((tile, partial, *rows, begin, starts[tile] + end, tokens - end, 0))
+            if not finish:
+                block += taken
+                break
+            if block > 0:
+                reduce_indptr.append(len(partial_map))
+                final.append(rows)
+            left -= rest + MLA_OVERHEAD
+            tile, block = tile + 1, 0
+        indptr.append(len(info))
+    return MlaWork(info, indptr, reduce_indptr, final, partial_map)
+
+
+def _mla_tiles(kv_lens: Sequence[int], fold: int, ladder: bool) -> tuple[int, list[int], list[int]]:
+    """(tiles, where the KV of each begins, how many tokens of it each reads)."""
+    starts, reach, at = [], [], 0
+    for n in map(int, kv_lens):
+        starts += [at] * fold
+        reach += [max(n - (fold - 1 - i), 0) if ladder else n for i in range(fold)]
+        at += n
+    return len(starts), starts, reach

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .aten_ops import check_slots, translate_in_place, write_running_sum, write_swa_slots
+from .aten_ops import check_slots, copy_live_mask, translate_in_place, write_running_sum, write_swa_slots
 from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .kernels.csr_metadata import CsrConfig, CsrMetadata, CsrTables, default_config
@@ -299,13 +299,10 @@ class TritonBackend(AttentionBackend):
             raise ConfigError(
                 f"a recorded ATen rebuild takes a tree mask only with topk > 1, and topk is {self.config.topk}"
             )
-        mask = fb.spec_info.custom_mask
-        cells = mask.shape[0]
         live = self._live_tokens(fb) // t.queries
-        idle = live == 0  # then padding is all there is, and it may see everything
-        end = t.mask_indptr[live + idle * fb.batch_size]
-        front = t.custom_mask[:cells]
-        front.copy_(torch.where(self.cell_numbers[:cells] < end, mask | idle, front))
+        copy_live_mask(
+            t.custom_mask, fb.spec_info.custom_mask, t.mask_indptr, live, fb.batch_size, self.cell_numbers
+        )  # fmt: skip
 
     def rebuild_fused(self, fb: ForwardBatch, md: TritonMetadata) -> None:
         mode, extend_lens, mask, live_tokens = fb.forward_mode, None, None, None

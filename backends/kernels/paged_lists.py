@@ -84,7 +84,7 @@ def _kv_range(seq_lens, aux, i, mask, offset, keep, RANGE: tl.constexpr, OWN_QUE
 
 
 @triton.jit
-def _prefix_sums(
+def prefix_sums(
     seq_lens, aux, kv_indptr, kv_lens, mask_indptr, bs, offset, keep, queries, RANGE: tl.constexpr,
     OWN_QUERIES: tl.constexpr, HAS_LENS: tl.constexpr, HAS_MASK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def _prefix_sums(
 
 
 @triton.jit
-def _query_starts(qo_indptr, aux, bs, queries, OWN_QUERIES: tl.constexpr, SCAN: tl.constexpr):
+def query_starts(qo_indptr, aux, bs, queries, OWN_QUERIES: tl.constexpr, SCAN: tl.constexpr):
     total = tl.full((), 0, tl.int32)
     for begin in range(0, bs, SCAN):
         i = begin + tl.arange(0, SCAN)
@@ -189,17 +189,17 @@ def _paged_lists_kernel(
     pid = tl.program_id(0)
     first_row = 1 + SLOT_PROGRAMS + bs * MASK_PROGRAMS * LISTS
     if pid == 0:
-        _prefix_sums(
+        prefix_sums(
             seq_lens, aux, kv_indptr, kv_lens, mask_indptr, bs, offset, keep, queries, RANGE, OWN_QUERIES, HAS_LENS,
             HAS_MASK, SCAN,
         )  # fmt: skip
         if SECOND != -1:
-            _prefix_sums(
+            prefix_sums(
                 seq_lens, aux, second_kv_indptr, kv_lens, second_mask_indptr, bs, offset, keep, queries, SECOND,
                 OWN_QUERIES, False, HAS_MASK, SCAN,
             )  # fmt: skip
         if QUERY_STARTS != 0:
-            _query_starts(qo_indptr, aux, bs, queries, OWN_QUERIES, SCAN)
+            query_starts(qo_indptr, aux, bs, queries, OWN_QUERIES, SCAN)
     elif pid <= SLOT_PROGRAMS:
         write_swa_slots(mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
     elif pid < first_row:
