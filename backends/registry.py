@@ -180,6 +180,22 @@ BUILTIN: tuple[BackendInfo, ...] = (
         },
     ),
     BackendInfo(
+        name="aiter",
+        kind="backend",
+        family="csr",
+        pattern="A",
+        modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2"),
+        target=".aiter:AiterBackend",
+        note="metadata logic on the device at hand; reference schedulers stand in for AITER's, no kernel of it runs",
+        dispatches={
+            "decode": (6, 26),
+            "idle": (6, 26),
+            "target_verify": (16, 22),
+            "draft_extend": (13, 19),
+            "draft_extend_v2": (13, 19),
+        },
+    ),
+    BackendInfo(
         name="ascend",
         kind="backend",
         family="page_table",
