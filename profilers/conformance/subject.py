@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from ...backends.modes import ARMS, Arm, ForwardMode, Implementation, Placement,
 from ...backends.oracle import Expected, HostPools
 from ...backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
 from ..agreement import host_batch, host_pools
-from ..graphs import GraphFactory
+from ..graphs import Graph, GraphFactory, RecordedGraph
 from ..measure import attention_config, batch_shape
 from ..sample import Case
 from ..shapes import slots_per_token
@@ -210,7 +210,7 @@ class Rig:
         capture: bool = True,
     ) -> None:
         self.subject, self.arm = subject, arm
-        self.factory = GraphFactory(subject.device)
+        self.factory = _ColdGraphs(subject.device)
         with self.on_stream(), nullcontext() if backend is None else _state_kept(backend):
             self.backend = backend or subject.backend(arm, tail)
             self.slots = self.new_slots(buckets or subject.buckets)
@@ -316,6 +316,20 @@ class Rig:
             for path, value in self._constants[bucket].items():
                 if constants.get(path) != value:
                     yield f"host constant {path} was {value} at capture, is {constants.get(path)}"
+
+
+class _ColdGraphs(GraphFactory):
+    """Recorded graphs without warm-ups, which are C12's business: interpreted, they take twice as long as the rest."""
+
+    def __call__(self) -> Graph:
+        return _ColdGraph() if self.stream is None else super().__call__()
+
+
+class _ColdGraph(RecordedGraph):
+    def capture(
+        self, body: Callable[[], None], *, warmups: int = 0, after_warmup: Callable[[], None] | None = None
+    ) -> None:
+        super().capture(body, warmups=warmups, after_warmup=after_warmup)
 
 
 @contextmanager
