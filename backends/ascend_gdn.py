@@ -59,7 +59,7 @@ class AscendGdnBackend(MambaBackend):
     seq_len_fill_value = 0
     padding_slot = 0
     allowances = Allowances(
-        shared_between_modes=frozenset({"mamba_cache_indices", "query_start_loc", "mamba_cache_indices_gdn"})
+        shared_between_modes=MambaBackend.allowances.shared_between_modes | {"mamba_cache_indices_gdn"}
     )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -96,6 +96,7 @@ class AscendGdnBackend(MambaBackend):
             numbers = torch.arange(len(slots[: b - padding]) * n, dtype=torch.int32, device=self.device)
             md.mamba_cache_indices_gdn[: len(slots[: b - padding]) * n].copy_(numbers)
             self._number_padding(md, len(slots[: b - padding]) * n)
+        self._aten_track(fb, md)
         self._aten_starts(fb, md, padding)
         self._aten_links(fb, md)
         ones = torch.ones(b, dtype=torch.int32, device=self.device)

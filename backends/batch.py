@@ -71,6 +71,8 @@ class ForwardBatch:
         num_padding: padded rows, B minus live rows, or None where the engine does not say.
         num_token_non_padded: [1] int32, live tokens of the batch on the device: what recorded work must read
             where an eager rebuild would read the length of a live tensor. None where the runner has no such slot.
+        mamba_track_indices: [>=B] int64, state slot that each request's state is copied to for the prefix cache, 0 on
+            padding; None where no state is cached.
     """
 
     forward_mode: ForwardMode
@@ -86,6 +88,7 @@ class ForwardBatch:
     actual_forward_mode: ForwardMode | None = None
     num_padding: int | None = None
     num_token_non_padded: torch.Tensor | None = None
+    mamba_track_indices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class LiveBatch:
             cells; cell j of row i says whether draft token i may read KV position j.
         retrieve_next_token, retrieve_next_sibling: [b, N] int64 tree links or None, target verify; -1 ends a chain.
         encoder_lens: [b] int32 or None; encoder tokens stored at the front of the req_to_token row.
+        mamba_track_indices: [b] int64 or None; where linear attention's states go for the prefix cache.
     """
 
     mode: ForwardMode
@@ -115,6 +119,7 @@ class LiveBatch:
     retrieve_next_token: np.ndarray | None = None
     retrieve_next_sibling: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
+    mamba_track_indices: np.ndarray | None = None
 
     @property
     def batch_size(self) -> int:
@@ -131,12 +136,14 @@ class Pools:
             index -1 maps to -1.
         swa_write: whether the active KV pool itself is a sliding-window pool, i.e. writes need mapping too.
         state_slots: [rows] int32 or None. Request row -> recurrent-state slot, for linear attention.
+        physical_slots: [slots] int32 or None. State slot -> place in a pool that moves states; None: they are the same.
     """
 
     req_to_token: torch.Tensor
     full_to_swa: torch.Tensor | None = None
     swa_write: bool = True
     state_slots: torch.Tensor | None = None
+    physical_slots: torch.Tensor | None = None
 
     @property
     def writes_swa(self) -> bool:

@@ -51,7 +51,7 @@ class LightningBackend(MambaBackend):
     """
 
     allowances = Allowances(
-        shared_between_modes=frozenset({"mamba_cache_indices", "query_start_loc", "q_lengths", "has_initial_states"})
+        shared_between_modes=MambaBackend.allowances.shared_between_modes | {"q_lengths", "has_initial_states"}
     )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

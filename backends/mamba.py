@@ -8,12 +8,15 @@ With v live requests, the first rows of the batch (padding is its tail), and N t
 | query_start_loc                       | min(b, v)                              | min(b, v) * N               |
 | retrieve_next_token, _sibling         | None                                   | topk > 1: links of live rows|
 | retrieve_parent_token                 | None                                   | topk > 1: the kernel's own  |
+| mamba_track_indices                   | slots to cache states in, where given  | the same                    |
 | intermediate_state_indices (gdn)      | None                                   | b, constant                 |
 | num_decodes, draft_token_num (mamba2) | B, 1                                   | B, N                        |
 | req_pool_indices                      | the runner's: 0 from v on              | the same                    |
 
 Kernels skip rows whose slot is -1. The pool rows are zeroed before they are looked up, so that the look-up stays in
-range, and -1 is written after it. Link rows of padding keep what they held; nobody follows them.
+range, and -1 is written after it. Link rows of padding keep what they held; nobody follows them. Where a pool moves
+states, all slots pass through `physical_slots` before the -1. Track slots are B, not a whole buffer: Mamba2 layers take
+the last num_decodes of them.
 
 How many rows are padding is asked of the engine. Without an answer they are counted, as older releases always did: rows
 of length 1, which takes a live row of that length for padding, and padding for live where another backend of the
@@ -46,6 +49,7 @@ class MambaMetadata:
     retrieve_next_token: torch.Tensor | None  # [B, N] int32, device
     retrieve_next_sibling: torch.Tensor | None  # [B, N] int32, device
     retrieve_parent_token: torch.Tensor | None  # [B, N] int32, device; the conv kernel's to write
+    mamba_track_indices: torch.Tensor | None  # [B] int64, device
     fused: PreparedLinearState | None = None  # bound at the first fused rebuild
 
 
@@ -76,7 +80,9 @@ class MambaBackend(AttentionBackend):
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY})
     padding_slot = -1
     """State slot of padding rows."""
-    allowances = Allowances(shared_between_modes=frozenset({"mamba_cache_indices", "query_start_loc"}))
+    allowances = Allowances(
+        shared_between_modes=frozenset({"mamba_cache_indices", "query_start_loc", "mamba_track_indices"})
+    )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         name = type(self).__name__
@@ -92,6 +98,7 @@ class MambaBackend(AttentionBackend):
         # One set for all sizes: graphs of one instance share their inputs and never run side by side.
         links = range(3) if self.config.topk > 1 else ()
         self.links = tuple(self._ints(0, max_bs, self.tokens) for _ in links)
+        self.track_indices = self._ints(0, max_bs).long()
         self.row_numbers = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
         self.row_starts = self.row_numbers * self.tokens
 
@@ -121,6 +128,7 @@ class MambaBackend(AttentionBackend):
             "retrieve_next_token": links[0],
             "retrieve_next_sibling": links[1],
             "retrieve_parent_token": links[2],
+            "mamba_track_indices": None if fb.mamba_track_indices is None else self.track_indices[:b],
         }
 
     # The classic chain, op for op as upstream's. The number of padding rows may be a tensor on the host, when every
@@ -129,6 +137,7 @@ class MambaBackend(AttentionBackend):
     def rebuild_aten(self, fb: ForwardBatch, md: MambaMetadata) -> None:
         padding = self._padding(fb)
         self._aten_slots(fb, md, padding)
+        self._aten_track(fb, md)
         self._aten_starts(fb, md, padding)
         self._aten_links(fb, md)
 
@@ -144,10 +153,17 @@ class MambaBackend(AttentionBackend):
         b = fb.batch_size
         pool = first_rows(fb.req_pool_indices, b)
         pool[b - padding :] = 0
-        slots = self.pools.state_slots[pool]
+        slots = self._physical(self.pools.state_slots[pool])
         slots[b - padding :] = self.padding_slot
         md.mamba_cache_indices[: len(slots)].copy_(slots)
         return slots
+
+    def _physical(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots if self.pools.physical_slots is None else self.pools.physical_slots[slots]
+
+    def _aten_track(self, fb: ForwardBatch, md: MambaMetadata) -> None:
+        if md.mamba_track_indices is not None:
+            md.mamba_track_indices.copy_(self._physical(fb.mamba_track_indices[: fb.batch_size]))
 
     def _aten_starts(self, fb: ForwardBatch, md: MambaMetadata, padding: torch.Tensor | int) -> None:
         b, verify = fb.batch_size, self._verifies(fb)
@@ -176,7 +192,9 @@ class MambaBackend(AttentionBackend):
         live = self.row_numbers[:b] < requests
         pool = fb.req_pool_indices[:b]
         pool.mul_(live)
-        md.mamba_cache_indices.copy_(self.pools.state_slots[pool].masked_fill_(~live, self.padding_slot))
+        slots = self._physical(self.pools.state_slots[pool])
+        md.mamba_cache_indices.copy_(slots.masked_fill_(~live, self.padding_slot))
+        self._aten_track(fb, md)
         md.query_start_loc.copy_(torch.minimum(self.row_numbers[: b + 1], requests) * n)
         if md.retrieve_next_token is not None:
             rows = live[:, None]
@@ -192,7 +210,7 @@ class MambaBackend(AttentionBackend):
         links = (None, None)
         if md.retrieve_next_token is not None:
             links = fb.spec_info.retrieve_next_token, fb.spec_info.retrieve_next_sibling
-        md.fused(fb.req_pool_indices, self._live_tokens(fb), *links)
+        md.fused(fb.req_pool_indices, self._live_tokens(fb), *links, fb.mamba_track_indices)
 
     def _launch_arguments(self, fb: ForwardBatch, md: MambaMetadata) -> dict:
         """Everything that `PreparedLinearState` is bound to."""
@@ -202,6 +220,8 @@ class MambaBackend(AttentionBackend):
             "live_tokens": self._live_tokens(fb),
             "state_indices": md.mamba_cache_indices,
             "query_start_loc": md.query_start_loc,
+            "physical_slots": self.pools.physical_slots,
+            "track": md.mamba_track_indices,
             "next_token": md.retrieve_next_token,
             "next_sibling": md.retrieve_next_sibling,
             "bs": fb.batch_size,

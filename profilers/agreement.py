@@ -26,6 +26,7 @@ def host_pools(runner: DecodeRunner) -> HostPools:
         full_to_swa=_host(pools.full_to_swa),
         swa_write=pools.swa_write,
         state_slots=_host(pools.state_slots),
+        physical_slots=_host(pools.physical_slots),
     )
 
 
@@ -46,6 +47,7 @@ def host_batch(runner: DecodeRunner, step: StepInputs) -> HostBatch:
         retrieve_next_sibling=_host(step.retrieve_next_sibling),
         encoder_lens=None if s.encoder_lens is None else _host(s.encoder_lens[:b]),
         seq_lens_fill=s.fill_value,
+        mamba_track_indices=None if s.mamba_track_indices is None else _host(s.mamba_track_indices[:b]),
     )
 
 

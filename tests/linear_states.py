@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from attn_graph.backends.base import AttentionBackend, AttentionConfig
 from attn_graph.backends.batch import BatchShape, LiveBatch, Pools, batch_sequence, live_batch, make_pools
 from attn_graph.backends.modes import Arm, ForwardMode, Placement
@@ -17,25 +18,35 @@ VERIFY = ForwardMode.TARGET_VERIFY
 BUCKET, N, CONTEXT = 4, 4, 200
 
 
-def pools_for() -> Pools:
-    return make_pools(rows=9, width=CONTEXT + 12, page_size=16, swa=False, seed=0, device="cpu")
+def pools_for(moves: bool = False) -> Pools:
+    """moves: states do not lie where their slot numbers say."""
+    pools = make_pools(rows=9, width=CONTEXT + 12, page_size=16, swa=False, seed=0, device="cpu")
+    places = torch.from_numpy(40 + np.random.default_rng(1).permutation(9).astype(np.int32))
+    return dataclasses.replace(pools, physical_slots=places) if moves else pools
 
 
 def tokens_of(mode: ForwardMode) -> int:
     return N if mode is VERIFY else 1
 
 
-def batches(mode: ForwardMode, pools: Pools, topk: int = 0) -> Iterator[LiveBatch]:
-    return batch_sequence(BatchShape(mode, BUCKET, 16, CONTEXT, tokens_of(mode), N, topk=topk), pools, seed=1)
+def batches(mode: ForwardMode, pools: Pools, topk: int = 0, tracks: bool = False) -> Iterator[LiveBatch]:
+    """tracks: with slots for the prefix cache, other ones in each batch."""
+    rng = np.random.default_rng(2)
+    for live in batch_sequence(BatchShape(mode, BUCKET, 16, CONTEXT, tokens_of(mode), N, topk=topk), pools, seed=1):
+        yield dataclasses.replace(live, mamba_track_indices=rng.integers(0, 9, live.batch_size)) if tracks else live
 
 
-def backend_of(cls: type[AttentionBackend], mode: ForwardMode, arm: Arm, topk: int = 1, **extra) -> AttentionBackend:
+def backend_of(
+    cls: type[AttentionBackend], mode: ForwardMode, arm: Arm, topk: int = 1, moves: bool = False, **extra
+) -> AttentionBackend:
     spec = {"draft_tokens": N, "draft_steps": 3, "topk": topk} if mode is VERIFY else {}
     config = AttentionConfig(page_size=16, max_context=CONTEXT, extra=extra, **spec)
-    return cls(config, pools_for(), arm.implementation, recorded=arm.placement is not Placement.EAGER)
+    return cls(config, pools_for(moves), arm.implementation, recorded=arm.placement is not Placement.EAGER)
 
 
-def capture(cls: type[AttentionBackend], mode: ForwardMode, arm: Arm, topk: int = 1, fill=None, **extra) -> Replayer:
+def capture(
+    cls: type[AttentionBackend], mode: ForwardMode, arm: Arm, topk: int = 1, fill=None, tracks=False, **extra
+) -> Replayer:
     """A captured instance; fill: the runner's, where it is not the backend's own."""
     return Replayer.capture(
         backend_of(cls, mode, arm, topk, **extra),
@@ -45,6 +56,7 @@ def capture(cls: type[AttentionBackend], mode: ForwardMode, arm: Arm, topk: int 
         tokens_per_req=tokens_of(mode),
         mask_context=CONTEXT if topk > 1 else 0,
         fill=fill,
+        tracks=tracks,
     )
 
 

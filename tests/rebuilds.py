@@ -21,7 +21,9 @@ ARMS = tuple(map(Arm.parse, ("aten-eager", "aten-graph", "fused-eager", "fused-g
 
 def host_pools(pools: Pools) -> HostPools:
     there = lambda x: None if x is None else x.cpu().numpy()  # noqa: E731
-    return HostPools(there(pools.req_to_token), there(pools.full_to_swa), pools.swa_write, there(pools.state_slots))
+    tables = (pools.req_to_token, pools.full_to_swa, pools.state_slots, pools.physical_slots)
+    table, mapping, states, physical = map(there, tables)
+    return HostPools(table, mapping, pools.swa_write, states, physical)
 
 
 @dataclass(slots=True)
@@ -82,6 +84,9 @@ class Replayer:
             retrieve_next_sibling=live.retrieve_next_sibling,
             encoder_lens=None if slots.encoder_lens is None else slots.encoder_lens[:b].cpu().numpy().copy(),
             seq_lens_fill=slots.fill_value,
+            mamba_track_indices=(
+                None if slots.mamba_track_indices is None else slots.mamba_track_indices[:b].cpu().numpy().copy()
+            ),
         )
 
     def differences(self, live: LiveBatch, seed: int = 0) -> list[str]:

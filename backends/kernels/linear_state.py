@@ -13,11 +13,11 @@ BLOCK = 256
 
 @triton.jit(do_not_specialize=["bs", "n_links"])
 def _linear_state_kernel(
-    req_pool_indices, state_slots, live_tokens, next_token_in, next_sibling_in,
-    state_indices, query_start_loc, query_lengths, token_numbers, next_token, next_sibling,
+    req_pool_indices, state_slots, live_tokens, next_token_in, next_sibling_in, track_in, physical_slots,
+    state_indices, query_start_loc, query_lengths, token_numbers, next_token, next_sibling, track,
     bs, n_links,
     WIDTH: tl.constexpr, PADDING_SLOT: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_TOKENS: tl.constexpr,
-    HAS_LINKS: tl.constexpr, LANES: tl.constexpr,
+    HAS_LINKS: tl.constexpr, HAS_TRACK: tl.constexpr, HAS_PHYSICAL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = tl.load(live_tokens).to(tl.int32) // WIDTH
@@ -25,11 +25,18 @@ def _linear_state_kernel(
     # Padding reads nothing: its pool row is zero, which is also what is stored for it.
     pool = tl.load(req_pool_indices + i, mask=ours, other=0)
     slot = tl.load(state_slots + pool.to(tl.int64), mask=ours, other=0)
+    if HAS_PHYSICAL:
+        slot = tl.load(physical_slots + slot.to(tl.int64), mask=ours, other=0)
     tl.store(state_indices + i, tl.where(ours, slot, PADDING_SLOT), mask=i < bs)
     tl.store(req_pool_indices + i, pool, mask=(i < bs) & (i >= live))
     tl.store(query_start_loc + i, tl.minimum(i, live) * WIDTH, mask=i <= bs)
     if HAS_LENGTHS:
         tl.store(query_lengths + i, tl.where(ours, WIDTH, 0), mask=i < bs)
+    if HAS_TRACK:
+        tracked = tl.load(track_in + i, mask=i < bs, other=0).to(tl.int64)
+        if HAS_PHYSICAL:
+            tracked = tl.load(physical_slots + tracked, mask=i < bs, other=0).to(tl.int64)
+        tl.store(track + i, tracked, mask=i < bs)
     if HAS_TOKENS:
         tl.store(token_numbers + i, i, mask=i < bs * WIDTH)
     if HAS_LINKS:
@@ -46,6 +53,8 @@ class PreparedLinearState:
         state_slots: [rows] int32, request row -> state slot.
         live_tokens: [1] int32, v * width: on the device, so that a graph can hold the launch.
         state_indices: [bs] int32, out: state_slots[req_pool_indices], padding_slot from v on.
+        physical_slots: [slots] int32, what a slot becomes before it is stored; None leaves it.
+        track: [bs] int64, out: the slots of a call, as physical_slots has them; None writes none.
         query_start_loc: [bs + 1] int32, out: min(b, v) * width.
         query_lengths: [bs] int32, out: width, 0 from v on; None writes none.
         token_numbers: [bs * width] int32, out: 0, 1, 2, ...; None writes none.
@@ -63,6 +72,8 @@ class PreparedLinearState:
         live_tokens: torch.Tensor,
         state_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
+        physical_slots: torch.Tensor | None = None,
+        track: torch.Tensor | None = None,
         query_lengths: torch.Tensor | None = None,
         token_numbers: torch.Tensor | None = None,
         next_token: torch.Tensor | None = None,
@@ -72,14 +83,12 @@ class PreparedLinearState:
         padding_slot: int,
     ) -> None:
         self._absent = absent = state_indices  # any valid pointer: no lane reads it
+        there = lambda x: absent if x is None else x  # noqa: E731
         has_links = next_token is not None
         args = (
-            req_pool_indices, state_slots, live_tokens, absent, absent, state_indices, query_start_loc,
-            absent if query_lengths is None else query_lengths,
-            absent if token_numbers is None else token_numbers,
-            next_token if has_links else absent,
-            next_sibling if has_links else absent,
-            bs, 0,
+            req_pool_indices, state_slots, live_tokens, absent, absent, absent, there(physical_slots),
+            state_indices, query_start_loc, there(query_lengths), there(token_numbers), there(next_token),
+            there(next_sibling), there(track), bs, 0,
         )  # fmt: skip
         options = {
             "WIDTH": width,
@@ -87,12 +96,14 @@ class PreparedLinearState:
             "HAS_LENGTHS": query_lengths is not None,
             "HAS_TOKENS": token_numbers is not None,
             "HAS_LINKS": has_links,
+            "HAS_TRACK": track is not None,
+            "HAS_PHYSICAL": physical_slots is not None,
             "LANES": BLOCK,
             "num_warps": 4,
         }
         lanes = max(bs + 1, bs * width if token_numbers is not None or has_links else 0)
         grid = (-(-lanes // BLOCK),)
-        self._launch = PreparedLaunch(_linear_state_kernel, grid, args, options, varying=(0, 2, 3, 4, 12))
+        self._launch = PreparedLaunch(_linear_state_kernel, grid, args, options, varying=(0, 2, 3, 4, 5, 15))
 
     def __call__(
         self,
@@ -100,9 +111,15 @@ class PreparedLinearState:
         live_tokens: torch.Tensor,
         next_token: torch.Tensor | None = None,
         next_sibling: torch.Tensor | None = None,
+        track: torch.Tensor | None = None,
     ) -> None:
-        """Rebuild for these inputs. Links: contiguous [n, width], n rows at least v; None where there is no tree."""
+        """Rebuild for these inputs.
+
+        Links: contiguous [n, width], n rows at least v; None where there is no tree. track: [bs] int64, slots that
+        states go to; as None as it was when this was made.
+        """
+        track = self._absent if track is None else track
         if next_token is None:
-            self._launch(req_pool_indices, live_tokens, self._absent, self._absent, 0)
+            self._launch(req_pool_indices, live_tokens, self._absent, self._absent, track, 0)
         else:
-            self._launch(req_pool_indices, live_tokens, next_token, next_sibling, next_token.numel())
+            self._launch(req_pool_indices, live_tokens, next_token, next_sibling, track, next_token.numel())

@@ -67,6 +67,7 @@ class HostBatch:
         encoder_lens: [B] or None.
         seq_lens_fill: seq_lens of padding rows.
         extend_seq_lens: [B] new tokens of each request in draft extend; tokens_per_req everywhere if None.
+        mamba_track_indices: [B] or None.
         kv_indptr, kv_indices: index lists that the engine brings, or None.
     """
 
@@ -84,6 +85,7 @@ class HostBatch:
     encoder_lens: np.ndarray | None = None
     seq_lens_fill: int = 1
     extend_seq_lens: np.ndarray | None = None
+    mamba_track_indices: np.ndarray | None = None
     kv_indptr: np.ndarray | None = None
     kv_indices: np.ndarray | None = None
 
@@ -96,6 +98,7 @@ class HostPools:
     full_to_swa: np.ndarray | None = None
     swa_write: bool = True
     state_slots: np.ndarray | None = None
+    physical_slots: np.ndarray | None = None
 
 
 def pages(length: int, page_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import Expected, HostBatch, HostPools
-from .linear import query_starts, state_indices, tree_links, untouched
+from .linear import query_starts, state_indices, track_indices, tree_links, untouched
 
 
 def expected(batch: HostBatch, pools: HostPools, *, draft_tokens: int, topk: int) -> dict[str, Expected]:
@@ -17,6 +17,8 @@ def expected(batch: HostBatch, pools: HostPools, *, draft_tokens: int, topk: int
         "query_start_loc": query_starts(batch, draft_tokens if verify else 1),
         "mamba_cache_indices_gdn": Expected.whole(numbers) if verify else untouched(b * draft_tokens),
     }
+    if batch.mamba_track_indices is not None:
+        fields["mamba_track_indices"] = track_indices(batch, pools)
     if verify and topk > 1:
         fields["retrieve_next_token"] = tree_links(batch.retrieve_next_token, b, draft_tokens)
         fields["retrieve_next_sibling"] = tree_links(batch.retrieve_next_sibling, b, draft_tokens)

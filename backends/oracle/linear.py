@@ -8,11 +8,20 @@ from . import Expected, HostBatch, HostPools
 
 
 def state_indices(batch: HostBatch, pools: HostPools, padding_slot: int) -> Expected:
-    """int32 [B]: the state slot of each live request's row, `padding_slot` behind."""
+    """int32 [B]: the state slot of each live request's row, where it lies by now, `padding_slot` behind."""
     values = np.full(len(batch.seq_lens), padding_slot, dtype=np.int32)
     for b in range(batch.live_requests):
-        values[b] = pools.state_slots[batch.req_pool_indices[b]]
+        values[b] = _physical(pools.state_slots[batch.req_pool_indices[b]], pools)
     return Expected.whole(values)
+
+
+def track_indices(batch: HostBatch, pools: HostPools) -> Expected:
+    """int64 [B]: where each request's state is cached."""
+    return Expected.whole(np.array([_physical(slot, pools) for slot in batch.mamba_track_indices], dtype=np.int64))
+
+
+def _physical(slot: int, pools: HostPools) -> int:
+    return slot if pools.physical_slots is None else pools.physical_slots[slot]
 
 
 def query_starts(batch: HostBatch, width: int) -> Expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import Expected, HostBatch, HostPools
-from .linear import query_starts, state_indices, tree_links, untouched
+from .linear import query_starts, state_indices, track_indices, tree_links, untouched
 
 SKIPPED = -1
 
@@ -23,6 +23,8 @@ def expected(
         fields["retrieve_next_token"] = tree_links(batch.retrieve_next_token, b, draft_tokens)
         fields["retrieve_next_sibling"] = tree_links(batch.retrieve_next_sibling, b, draft_tokens)
         fields["retrieve_parent_token"] = untouched(b, draft_tokens)
+    if batch.mamba_track_indices is not None:
+        fields["mamba_track_indices"] = track_indices(batch, pools)
     if verify and variant == "gdn":
         fields["intermediate_state_indices"] = Expected.preset(np.arange(b, dtype=np.int32))
     return fields

@@ -62,6 +62,24 @@ class LinksPastTheLive(MambaBackend):
         md.retrieve_next_token.copy_(fb.spec_info.retrieve_next_token)
 
 
+class TranslatedPadding(MambaBackend):
+    """Slots translated after padding got its -1, which as an index means the last slot."""
+
+    def rebuild_aten(self, fb, md):
+        super().rebuild_aten(fb, md)
+        slots = self.pools.state_slots[fb.req_pool_indices].long()
+        slots[fb.batch_size - fb.num_padding :] = -1
+        md.mamba_cache_indices.copy_(self.pools.physical_slots[slots])
+
+
+class UntranslatedTrack(MambaBackend):
+    """States cached where their slot number says, in a pool that moves them."""
+
+    def rebuild_fused(self, fb, md):
+        super().rebuild_fused(fb, md)
+        md.mamba_track_indices.copy_(fb.mamba_track_indices)
+
+
 @pytest.mark.parametrize("arm", ARMS, ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_arm_writes_what_the_oracle_says_and_nothing_else(mode, arm):
@@ -74,6 +92,35 @@ def test_trees_bring_links_of_live_rows_and_leave_the_kernels_own(arm):
     own = capture(MambaBackend, Mode.TARGET_VERIFY, arm, topk=4)
     assert own.backend.forward_metadata.retrieve_parent_token.shape == (BUCKET, N)
     assert [d for d in replayed(own, batches(Mode.TARGET_VERIFY, own.backend.pools, topk=4)) if d] == []
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize("moves", [False, True])
+def test_slots_of_the_prefix_cache_come_along_and_all_slots_are_where_the_pool_moved_them(moves, arm):
+    own = capture(MambaBackend, Mode.DECODE, arm, tracks=True, moves=moves, variant="mamba2")
+    live = batches(Mode.DECODE, own.backend.pools, tracks=True)
+    assert [d for d in replayed(own, live) if d] == []
+    md = own.backend.forward_metadata
+    # Mamba2 layers take the last num_decodes of them: a whole buffer would give them another size's.
+    assert len(md.mamba_track_indices[-md.num_decodes :]) == len(md.mamba_track_indices) == BUCKET
+
+
+@pytest.mark.parametrize(("moves", "more"), [(False, 2), (True, 4)])
+def test_the_prefix_cache_costs_the_classic_chain_a_view_and_a_copy_and_moved_slots_a_look_up_each(moves, more):
+    own = capture(MambaBackend, Mode.DECODE, ARMS[0], tracks=True, moves=moves)
+    assert own.counts(requests(own, [33, 64])).dispatches == 14 + more
+    fused = capture(MambaBackend, Mode.DECODE, ARMS[2], tracks=True, moves=moves)
+    assert (fused.counts(requests(fused, [33, 64])).dispatches, fused.counts(idle_batch()).launches) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "arm", "field"),
+    [(TranslatedPadding, ARMS[0], "mamba_cache_indices"), (UntranslatedTrack, ARMS[2], "mamba_track_indices")],
+)
+def test_the_comparison_catches_slots_of_a_pool_that_moves_states(fault, arm, field):
+    own = capture(fault, Mode.DECODE, arm, tracks=True, moves=True)
+    live = batches(Mode.DECODE, own.backend.pools, tracks=True)
+    assert {d.split("[")[0] for ds in replayed(own, live) for d in ds} == {field}
 
 
 def test_variants_differ_in_constants_only():
