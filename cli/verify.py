@@ -48,11 +48,11 @@ def verify(
     from ..backends.modes import Arm, ForwardMode
     from ..profilers.devices import resolve, use_interpreter
 
+    where = resolve(device)
+    use_interpreter(where)  # before names are looked up: that imports what third parties registered
     names = plan.backends(backend)
     wanted = _modes(mode, names)
     arms = [Arm.parse(name) for name in plan.arms(arm)]
-    where = resolve(device)
-    use_interpreter(where)
     from ..profilers.conformance import CHECKS
     from ..profilers.conformance import verify as findings_of
 
