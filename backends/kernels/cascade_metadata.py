@@ -145,9 +145,12 @@ def _verify_kernel(
             pid - 1 - SLOT_PROGRAMS, width, merged_columns, req_to_token_stride, draft_stride, merged_stride,
             N, NB, HAS_MERGED, HAS_MAP, SCAN,
         )  # fmt: skip
-        # Sums over all queries need all masks counted. Whoever arrives last has them, and nobody waits.
+        # Sums over all queries need all masks counted. Whoever arrives last has them, and nobody waits. Each lane
+        # announces the count that it has stored itself: its own release is then enough, whatever a barrier orders.
+        i = tl.arange(0, NB)
         tl.debug_barrier()
-        if tl.atomic_add(arrived, 1) == bs - 1:
+        before = tl.atomic_add(arrived + tl.zeros([NB], tl.int32), 1, mask=i < N)
+        if tl.max(tl.where(i < N, before, -1), 0) == bs * N - 1:
             _running_sums(draft_lens, draft_cu, bs * N, False, SCAN)
             if HAS_MERGED:
                 _running_sums(merged_lens, merged_cu, bs * N, True, SCAN)

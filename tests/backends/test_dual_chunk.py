@@ -14,7 +14,7 @@ from attn_graph.backends.dual_chunk import DualChunkBackend
 from attn_graph.backends.modes import ForwardMode, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
 from attn_graph.profilers.counters import count
-from golden_replays import Golden, cases
+from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
 Mode = ForwardMode
@@ -28,7 +28,7 @@ def config(page_size=16, max_context=320, **extra) -> AttentionConfig:
 
 
 def pools_for(c: AttentionConfig, seed=0):
-    return make_pools(rows=9, width=c.max_context + 4, page_size=c.page_size, swa=False, seed=seed, device="cpu")
+    return make_pools(rows=9, width=c.max_context + 4, page_size=c.page_size, swa=False, seed=seed, device=DEVICE)
 
 
 def replayer(arm, c=None, pools=None, cls=DualChunkBackend, bucket=BUCKET, **kwargs) -> Replayer:
@@ -89,18 +89,19 @@ def test_counts_are_those_of_the_classic_chain_and_fused_is_one_launch():
         for lens in (torch.int32, torch.int64):
             own = replayer(ARMS[0], c, lens=lens, **size)
             counts = own.counts(live(lengths, own.backend.pools))
-            assert counts.dispatches == wanted + (lens is torch.int64)
+            lists = 2 if DEVICE == "cuda" else 0  # a copy each; on a CPU they are read in place
+            assert counts.dispatches == wanted + (lens is torch.int64) + lists
             assert counts.syncs == 4 + (8 if max(lengths) > CHUNK else 4) * len(lengths)
         eager, graph = (replayer(arm, c, **size) for arm in (ARMS[2], ARMS[3]))
         for own, launches in ((eager, 1), (graph, 0)):
             counts = own.counts(live(lengths, own.backend.pools))
             assert (counts.dispatches, counts.launches) == (0, launches)
-        assert graph.runner.graphs[len(lengths)].nodes == 1
+        assert graph.runner.graphs[len(lengths)].nodes in (1, None)  # a CUDA graph does not tell
 
 
 def test_the_example_of_the_specification():
     c = AttentionConfig(16, 20480, extra={"original_context": 4096})
-    pools = make_pools(rows=2, width=20490, page_size=16, swa=False, seed=0, device="cpu")
+    pools = make_pools(rows=2, width=20490, page_size=16, swa=False, seed=0, device=DEVICE)
     for arm in (ARMS[0], ARMS[3]):
         own = replayer(arm, c, pools, bucket=1)
         assert own.differences(live([20000], pools)) == []
@@ -119,7 +120,8 @@ def test_a_capture_leaves_the_bounds_that_recorded_layers_decide_by(arm):
     own.differences(live([300, 5], own.backend.pools))
     followed = [300, 12, 96, 192]
     assert [getattr(captured, name) for name in MAXIMA] == ([320] * 4 if arm != ARMS[0] else followed)
-    own.backend.init_forward_metadata_out_graph(own.runner.capture_batch(BUCKET), in_capture=True)
+    with own.stream():
+        own.backend.init_forward_metadata_out_graph(own.runner.capture_batch(BUCKET), in_capture=True)
     again = own.backend.forward_metadata
     assert [getattr(again, name) for name in MAXIMA] == [320] * 4
     assert again.block_tables.data_ptr() == captured.block_tables.data_ptr()
@@ -139,7 +141,8 @@ def test_a_table_that_nobody_reads_is_left_alone():
         table = own.backend.forward_metadata.block_tables_succ
         kept = table.clone()
         own.load(live([96, 5], own.backend.pools))
-        own.runner.replay()
+        with own.stream():
+            own.runner.replay()
         assert torch.equal(table, kept) and not own.backend.forward_metadata.seq_lens_succ.any()
 
 
@@ -224,7 +227,7 @@ def test_batches_that_cannot_work_are_refused():
         verify = replace(batch, forward_mode=Mode.TARGET_VERIFY)
         own.backend.init_forward_metadata_out_graph(verify, in_capture=True)
     with pytest.raises(ConfigError, match="321 tokens needs more than the 20 columns"):
-        too_long = replace(batch, seq_lens=torch.full((BUCKET,), 321))
+        too_long = replace(batch, seq_lens=torch.full((BUCKET,), 321, device=DEVICE))
         count(lambda: own.backend.init_forward_metadata_out_graph(too_long))
 
 
@@ -248,9 +251,8 @@ def test_recorded_cases_are_reproduced(path, arm):
             own = golden.captured(DualChunkBackend, arm, max_bs=golden.config["max_bs"], **extra)
             counts = own.counts(golden.live(i))
             recorded = host["dispatches_out_graph"]
-            assert (counts.dispatches, counts.views, counts.syncs) == tuple(
-                recorded[k] for k in ("aten", "view", "sync")
-            )
+            assert (counts.views, counts.syncs) == (recorded["view"], recorded["sync"])
+            assert counts.dispatches == recorded["aten"] + (2 if DEVICE == "cuda" else 0)
             md = own.backend.forward_metadata
             assert {name: getattr(md, name) for name in (*MAXIMA, "seq_lens")} == {
                 name: host[name] for name in (*MAXIMA, "seq_lens")

@@ -21,7 +21,7 @@ from attn_graph.backends.flashattention import FlashAttentionBackend
 from attn_graph.backends.modes import ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.oracle import flashattention as oracle
 from attn_graph.backends.registry import lookup
-from golden_replays import Golden, cases
+from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed
 
 Mode = ForwardMode
@@ -65,7 +65,7 @@ class Kind:
     def pools(self, seed=0):
         room = draft_room(self.topk, S, self.page_size) if self.tree and self.drafts else N
         width = self.max_context + max(room, N) + 4 + self.extra.get("encoder_tokens", 0)
-        return make_pools(rows=13, width=width, page_size=self.page_size, swa=self.swa, seed=seed, device="cpu")
+        return make_pools(rows=13, width=width, page_size=self.page_size, swa=self.swa, seed=seed, device=DEVICE)
 
     def batches(self, pools):
         extend = self.mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2)
@@ -137,13 +137,17 @@ def test_counts_are_those_of_the_classic_chain_and_fused_is_one_launch(kind):
     pools = kind.pools()
     live = kind.live([33, 64], [2, 3], pools)
     classic = kind.replayer(ARMS[0], pools, lens=torch.int32, max_bs=BUCKET + 1).counts(live)
-    assert (classic.dispatches, classic.triton) == kind.counts
+    dispatches, launches = kind.counts
+    # Lengths to the host, indices and results back: a CPU has no such copies.
+    round_trips = 6 if kind.extra == LOCAL and DEVICE == "cuda" else 0
+    assert (classic.dispatches, classic.triton) == (dispatches + round_trips, launches)
     reads_device = kind.extra in (LOCAL, ENCODER)
     assert classic.syncs == (2 if reads_device else 1)
     eager, graph = kind.replayer(ARMS[2], pools), kind.replayer(ARMS[3], pools)
     eager_counts, graph_counts = eager.counts(live), graph.counts(live)
     assert (eager_counts.dispatches, eager_counts.launches) == (0, 1)
-    assert (graph_counts.dispatches, graph_counts.launches, graph.runner.graphs[BUCKET].nodes) == (0, 0, 1)
+    assert (graph_counts.dispatches, graph_counts.launches) == (0, 0)
+    assert graph.runner.graphs[BUCKET].nodes in (1, None)  # a CUDA graph does not tell
 
 
 def test_the_registry_says_what_is_counted():
@@ -163,10 +167,11 @@ def test_extends_of_unset_widths_take_the_captured_one():
         view = own.runner.view
         blind = replace(view, spec_info=replace(view.spec_info, extend_seq_lens=None))
         backend = own.backend
-        backend.init_forward_metadata_out_graph(blind, in_capture=True)
-        md = backend.forward_metadata
-        md.cu_seqlens_q[1:].fill_(-7)
-        backend.init_forward_metadata_out_graph(blind)
+        with own.stream():
+            backend.init_forward_metadata_out_graph(blind, in_capture=True)
+            md = backend.forward_metadata
+            md.cu_seqlens_q[1:].fill_(-7)
+            backend.init_forward_metadata_out_graph(blind)
         assert md.cu_seqlens_q.tolist() == [0, 4, 8, 12, 16]
 
 
@@ -184,7 +189,7 @@ def test_a_table_row_keeps_to_itself_at_every_page_size():
 
 def tree_of_two(page_size, step_id, slots, length, steps) -> tuple[Replayer, LiveBatch]:
     config = AttentionConfig(page_size, 32, draft_tokens=N, topk=2, draft_steps=steps, step_id=step_id)
-    pools = make_pools(rows=4, width=120, page_size=page_size, swa=False, seed=0, device="cpu")
+    pools = make_pools(rows=4, width=120, page_size=page_size, swa=False, seed=0, device=DEVICE)
     rows = len(slots) // (2 * steps)
     live = LiveBatch(
         Mode.DRAFT_DECODE, np.arange(1, rows + 1), np.full(rows, length), np.array(slots), np.full(2 * rows, length)
@@ -226,6 +231,22 @@ def test_a_query_reads_the_draft_tokens_it_sees_in_order_and_padding_reads_the_p
     assert not expand.page_table[N:].any()
 
 
+def test_trees_of_any_size_and_of_many_requests():
+    for n, bucket in ((3, 2), (5, 9), (1, 40)):
+        config = AttentionConfig(16, 40, draft_tokens=n, topk=2, draft_steps=2)
+        pools = make_pools(rows=50, width=60, page_size=16, swa=False, seed=0, device=DEVICE)
+        for arm in (ARMS[1], ARMS[3]):
+            own = Replayer.capture(
+                FlashAttentionBackend(config, pools, arm.implementation), Mode.TARGET_VERIFY, bucket, arm.placement,
+                tokens_per_req=n, mask_context=40,
+            )  # fmt: skip
+            lengths = np.resize([1, 15, 16, 17, 40 - n], bucket - 1)
+            live = live_batch(
+                Mode.TARGET_VERIFY, lengths, 1 + np.arange(bucket - 1), pools, n, np.random.default_rng(0), topk=2
+            )
+            assert own.differences(live) == []
+
+
 def test_sums_over_all_queries_are_whole_after_many_replays_of_one_counter():
     kind = KINDS["verify of a tree, window and pool"]
     pools = kind.pools()
@@ -239,7 +260,7 @@ def test_sums_over_all_queries_are_whole_after_many_replays_of_one_counter():
 
 
 def test_a_replay_refills_the_captured_tables_from_the_rows_of_today():
-    pools = make_pools(rows=4, width=20, page_size=4, swa=False, seed=0, device="cpu")
+    pools = make_pools(rows=4, width=20, page_size=4, swa=False, seed=0, device=DEVICE)
     for row, ids in ((0, [3]), (1, [1]), (2, [5, 2, 7])):
         pools.req_to_token[row, : 4 * len(ids)] = (
             torch.tensor(ids)[:, None].mul(4).add(torch.arange(4)).ravel().to(torch.int32)
@@ -276,11 +297,11 @@ def test_fixed_width_extends_count_captured_queries_and_the_older_ones_accepted_
 
 
 def test_window_tables_hold_the_pages_of_mapped_tokens():
-    pools = make_pools(rows=2, width=60, page_size=16, swa=True, seed=0, device="cpu")
-    full = torch.zeros(16 * 13 + 1, dtype=torch.int64)
+    pools = make_pools(rows=2, width=60, page_size=16, swa=True, seed=0, device=DEVICE)
+    full = torch.zeros(16 * 13 + 1, dtype=torch.int64, device=DEVICE)
     full[-1] = -1
     for page, to in ((10, 2), (11, 0), (3, 5)):
-        full[16 * page : 16 * page + 16] = 16 * to + torch.arange(16)
+        full[16 * page : 16 * page + 16] = 16 * to + torch.arange(16, device=DEVICE)
     for at, page in enumerate((10, 11, 3)):
         pools.req_to_token[1, 16 * at : 16 * at + 16] = 16 * page + torch.arange(16)
     pools = replace(pools, full_to_swa=full)
@@ -424,7 +445,7 @@ def test_a_view_of_the_wrong_width_is_noticed_before_anything_runs():
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_both_numbers(kind, words):
-    pools = make_pools(rows=3, width=108, page_size=kind.page_size, swa=kind.swa, seed=0, device="cpu")
+    pools = make_pools(rows=3, width=108, page_size=kind.page_size, swa=kind.swa, seed=0, device=DEVICE)
     with pytest.raises(ConfigError, match=words):
         FlashAttentionBackend(kind.config, pools).init_cuda_graph_state(2, 8)
 

@@ -15,7 +15,7 @@ from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.hybrid import Hybrid
-from golden_replays import Golden, cases
+from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
 Mode = ForwardMode
@@ -29,7 +29,7 @@ def config(spec=True, **extra) -> AttentionConfig:
 
 
 def pools():
-    return make_pools(rows=9, width=110, page_size=16, swa=False, seed=0, device="cpu")
+    return make_pools(rows=9, width=110, page_size=16, swa=False, seed=0, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -158,8 +158,10 @@ def test_whoever_asks_the_wrapper_to_rebuild_gets_the_childs_rebuild():
     batch, backend = own.runner.capture_batch(BUCKET), own.backend
     md = backend.metadata[Mode.TARGET_VERIFY, BUCKET]
     for rebuild in (backend.rebuild_aten, backend.rebuild_aten_static, backend.rebuild_fused):
-        md["prefill"].cache_seqlens_int32.fill_(-7)
-        rebuild(batch, md)
+        with own.stream():
+            md["prefill"].cache_seqlens_int32.fill_(-7)
+        with own.stream():
+            rebuild(batch, md)
         assert md["prefill"].cache_seqlens_int32.tolist() == [1 + N] * BUCKET
 
 

@@ -26,7 +26,7 @@ from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.tbo import BATCH_RULES, HOST_RULES, SPEC_RULES, TwoBatchOverlap, halves_of, split
 from attn_graph.profilers.counters import count
-from golden_replays import Golden, cases
+from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
 Mode = ForwardMode
@@ -52,7 +52,7 @@ class Kind:
 
     def pools(self):
         c = self.config
-        return make_pools(rows=13, width=CONTEXT + 8, page_size=c.page_size, swa=self.swa, seed=0, device="cpu")
+        return make_pools(rows=13, width=CONTEXT + 8, page_size=c.page_size, swa=self.swa, seed=0, device=DEVICE)
 
     def replayer(self, arm, bucket=4, cls=TwoBatchOverlap, pools=None, **kwargs) -> Replayer:
         recorded = arm.placement is not Placement.EAGER
@@ -160,7 +160,8 @@ def test_a_fused_rebuild_is_a_launch_for_each_set_and_one_for_what_halves_do_not
     live = kind.live([40, 50, 60], eager.backend.pools)
     assert eager.counts(live).launches == eager.backend.allowances.fused_launches == 4
     counts = graph.counts(live)
-    assert (counts.dispatches, counts.launches, graph.runner.graphs[4].nodes) == (0, 0, 4)
+    assert (counts.dispatches, counts.launches) == (0, 0)
+    assert graph.runner.graphs[4].nodes in (4, None)  # a CUDA graph does not tell
 
 
 def test_a_backend_without_graph_support_gets_no_halves(monkeypatch):
