@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from .batch import ForwardBatch, Pools
-from .modes import ForwardMode, Implementation, TailPolicy
+from .modes import ForwardMode, Implementation, ReadEnd, TailPolicy
 from .oracle import Expected, HostBatch, HostPools
+
+_UNAUDITED = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DLLM_EXTEND)
 
 
 class ConfigError(ValueError):
@@ -177,6 +179,19 @@ class AttentionBackend(ABC):
         """Eager use: both hooks in order."""
         self.init_forward_metadata_out_graph(fb)
         self.init_forward_metadata_in_graph(fb)
+
+    def shared_read_ends(self, mode: ForwardMode) -> ReadEnd:
+        """When a replay in `mode` has read the engine's tables, the last of its reads counted.
+
+        Draft extend is the last reader of an iteration and nobody has audited its layers. A hook of a backend's own in
+        the graph may read whatever the rest of its rebuild does outside.
+        """
+        if mode in _UNAUDITED:
+            return ReadEnd.UNKNOWN
+        reads_in_graph = (
+            type(self).init_forward_metadata_in_graph is not AttentionBackend.init_forward_metadata_in_graph
+        )
+        return ReadEnd.IN_REPLAY if self.recorded or reads_in_graph else ReadEnd.PRE_REPLAY
 
     # What a backend supplies.
 

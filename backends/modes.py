@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 
 class ForwardMode(str, Enum):
@@ -72,6 +72,19 @@ class TailPolicy(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class ReadEnd(IntEnum):
+    """When a step has read the tables that the scheduler rewrites for the next one; later ends are larger.
+
+    PRE_REPLAY: before the graph is launched. IN_REPLAY: with the in-graph hook. POST_REPLAY: layers read them too.
+    UNKNOWN: nobody looked, so the scheduler waits for the whole forward pass.
+    """
+
+    PRE_REPLAY = 0
+    IN_REPLAY = 1
+    POST_REPLAY = 2
+    UNKNOWN = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)

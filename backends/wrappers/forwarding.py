@@ -9,6 +9,7 @@ from functools import wraps
 
 from ..base import AttentionBackend
 from ..batch import ForwardBatch
+from ..modes import ForwardMode, ReadEnd
 
 HOOK_PREFIXES = ("init_", "on_")
 """How the contract names its hooks. What a backend supplies (bind, rebuild_*, expected, plan) is called otherwise."""
@@ -52,6 +53,10 @@ class Forwarding(AttentionBackend):
     def seen_by(self, child: int, fb: ForwardBatch) -> ForwardBatch:
         """The batch as child number `child` sees it."""
         return fb
+
+    def shared_read_ends(self, mode: ForwardMode) -> ReadEnd:
+        """The end of the child that reads longest."""
+        return max((child.shared_read_ends(mode) for child in self.children), default=ReadEnd.PRE_REPLAY)
 
     def forward_hook(self, name: str, *args, **kwargs) -> None:
         """Call hook `name` of each child, each with its own view of the batch."""
