@@ -30,6 +30,7 @@ Mode = ForwardMode
 MODES = sorted(AiterBackend.modes)
 BUCKET, N, STEPS, CONTEXT, SMS = 4, 4, 3, 150, 8
 ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MLA, UNIFIED = {"mla": True}, {"unified": True}
 
 
@@ -40,7 +41,7 @@ def config(mode=Mode.DECODE, topk=1, context=CONTEXT, page_size=16, heads=16, **
 
 
 def pools_for(c: AttentionConfig, swa=False, seed=0):
-    return make_pools(rows=13, width=c.max_context + 8, page_size=c.page_size, swa=swa, seed=seed, device="cpu")
+    return make_pools(rows=13, width=c.max_context + 8, page_size=c.page_size, swa=swa, seed=seed, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -152,9 +153,9 @@ def test_schedules_cover_every_token_once_and_the_device_makes_the_same(seed):
     assert cut(work, kv, fold, ladder)
     tiles = b * fold
     works = tiles * max(most, 16) + cus
-    out = [torch.full(s, -7, dtype=torch.int32) for s in ((cus + 1,), (works, 8), (tiles + 1,), (tiles, 2), (works,))]
-    indptr = torch.zeros(b + 1, dtype=torch.int32)
-    indptr[1:] = torch.from_numpy(np.cumsum(kv))
+    sizes = (cus + 1,), (works, 8), (tiles + 1,), (tiles, 2), (works,)
+    out = [torch.full(size, -7, dtype=torch.int32, device=DEVICE) for size in sizes]
+    indptr = torch.tensor([0, *np.cumsum(kv)], dtype=torch.int32, device=DEVICE)
     launch_mla_plan(indptr, MlaPlanBuffers(*out, fold, queries, cus, most, fixed, 16, filling, ladder), b)
     wanted = work.indptr, work.info, work.reduce_indptr, work.reduce_final, work.reduce_partial
     for got, want in zip(out, wanted, strict=True):
@@ -271,10 +272,11 @@ def step_over(c, pools, bs, kv_indptr, kv_indices, arm=FUSED):
     backend = AiterDraftStep(c, pools, arm.implementation, recorded=False)
     backend.init_cuda_graph_state(bs, bs)
     spec = SpecInfo(topk=1, kv_indptr=kv_indptr, kv_indices=kv_indices)
-    lens = torch.ones(bs, dtype=torch.int64)
+    lens = torch.ones(bs, dtype=torch.int64, device=DEVICE)
     batch = ForwardBatch(
-        Mode.DRAFT_DECODE, bs, torch.zeros_like(lens), lens, lens, out_cache_loc=torch.arange(bs), spec_info=spec
-    )
+        Mode.DRAFT_DECODE, bs, torch.zeros_like(lens), lens, lens.cpu(), out_cache_loc=torch.arange(bs, device=DEVICE),
+        spec_info=spec,
+    )  # fmt: skip
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     return backend, batch
 
@@ -287,7 +289,7 @@ def test_a_draft_step_turns_its_list_into_pages(arm, page, swa):
     pools = pools_for(c, swa)
     lengths = [33, 1, 64]
     slots = torch.cat([pools.req_to_token[2 + r, :n] for r, n in enumerate(lengths)])
-    indptr = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    indptr = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
     backend, batch = step_over(c, pools, 3, indptr, slots, arm)
     backend.page_table.fill_(-7)
     backend.init_forward_metadata_out_graph(batch)
@@ -304,9 +306,9 @@ def test_a_draft_step_turns_its_list_into_pages(arm, page, swa):
 
 def test_a_draft_step_of_mla_plans_what_its_list_holds():
     c = config(Mode.DRAFT_DECODE, heads=32, **MLA)
-    indptr = torch.tensor([0, 40, 140], dtype=torch.int32)
+    indptr = torch.tensor([0, 40, 140], dtype=torch.int32, device=DEVICE)
     for arm in (ATEN, FUSED):
-        backend, batch = step_over(c, pools_for(c), 2, indptr, torch.zeros(140, dtype=torch.int32), arm)
+        backend, batch = step_over(c, pools_for(c), 2, indptr, torch.zeros(140, dtype=torch.int32, device=DEVICE), arm)
         backend.init_forward_metadata_out_graph(batch)
         want = mla_work_filling([40, 100], 1, SMS, 32, fold=2)
         assert backend.forward_metadata.work.work_info_set[: len(want.info)].tolist() == [list(x) for x in want.info]
@@ -314,7 +316,7 @@ def test_a_draft_step_of_mla_plans_what_its_list_holds():
 
 def test_trees_draft_from_lists_alone():
     c = config(Mode.DRAFT_DECODE, topk=2)
-    indptr, slots = torch.zeros(5, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
+    indptr, slots = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (5, 10))
     backend, _ = step_over(c, pools_for(c), 2, indptr, slots)
     md = backend.forward_metadata
     assert md.kv_indptr is indptr and md.kv_indices is slots and md.qo_indptr is None
@@ -421,7 +423,7 @@ def test_captures_and_sizes_that_cannot_work_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match="needs draft_tokens > 0"):
         own.backend.config = config()
         own.backend.bind(batch)
-    narrow = make_pools(rows=3, width=100, page_size=1, swa=False, seed=0, device="cpu")
+    narrow = make_pools(rows=3, width=100, page_size=1, swa=False, seed=0, device=DEVICE)
     for options, words in (
         ({}, "100 tokens wide, but max_context 150 needs 150"),
         (UNIFIED, "100 tokens wide, but max_context 150 needs 145"),

@@ -32,6 +32,7 @@ Mode = ForwardMode
 MODES = sorted(FlashInferMlaBackend.modes)
 BUCKET, N, STEPS, CONTEXT = 4, 4, 3, 150
 ATEN, ATEN_GRAPH, FUSED, FUSED_GRAPH = ARMS
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def config(mode=Mode.DECODE, context=CONTEXT, **extra) -> AttentionConfig:
@@ -40,7 +41,7 @@ def config(mode=Mode.DECODE, context=CONTEXT, **extra) -> AttentionConfig:
 
 
 def pools_for(c: AttentionConfig, seed=0):
-    return make_pools(rows=13, width=c.max_context + 8, page_size=16, swa=False, seed=seed, device="cpu")
+    return make_pools(rows=13, width=c.max_context + 8, page_size=16, swa=False, seed=seed, device=DEVICE)
 
 
 def tokens_of(mode) -> int:
@@ -175,8 +176,9 @@ class StepOfADraft:
         self.backend = cls(c, pools, Arm.parse("fused-eager").implementation, recorded=False)
         self.backend.init_cuda_graph_state(bucket, bucket * self.topk)
         branches = bucket * self.topk
-        self.kv_indptr = torch.zeros(c.draft_steps, branches + 1, dtype=torch.int32)
-        self.kv_indices = torch.zeros(c.draft_steps, branches * (c.max_context + c.draft_steps), dtype=torch.int32)
+        self.kv_indptr = torch.zeros(c.draft_steps, branches + 1, dtype=torch.int32, device=DEVICE)
+        capacity = branches * (c.max_context + c.draft_steps)
+        self.kv_indices = torch.zeros(c.draft_steps, capacity, dtype=torch.int32, device=DEVICE)
         batch = replace(
             live_batch(Mode.DRAFT_DECODE, [1], [1], pools, 1, np.random.default_rng(0)), mode=Mode.DRAFT_DECODE
         )
@@ -189,7 +191,8 @@ class StepOfADraft:
         lens[:live_rows], rows[:live_rows] = live.seq_lens, live.req_pool_indices
         positions = np.zeros(b * self.topk, dtype=np.int64)
         positions[: live_rows * self.topk] = np.repeat(live.seq_lens, self.topk)
-        lens, rows, positions = map(torch.from_numpy, (lens, rows, positions))
+        mirror = torch.from_numpy(lens)
+        lens, rows, positions = (torch.from_numpy(x).to(DEVICE) for x in (lens, rows, positions))
         build_draft_kv_indices(
             req_pool_indices=rows, req_to_token=self.backend.pools.req_to_token, lens=lens, positions=positions,
             kv_indices=self.kv_indices, kv_indptr=self.kv_indptr, topk=self.topk,
@@ -197,7 +200,7 @@ class StepOfADraft:
         )  # fmt: skip
         spec = SpecInfo(topk=self.topk, kv_indptr=self.kv_indptr[step], kv_indices=self.kv_indices[step])
         batch = ForwardBatch(
-            Mode.DRAFT_DECODE, b, rows, lens, seq_lens_cpu=lens, positions=positions, spec_info=spec,
+            Mode.DRAFT_DECODE, b, rows, lens, seq_lens_cpu=mirror, positions=positions, spec_info=spec,
             num_padding=b - live_rows,
         )  # fmt: skip
         self.counts = count(lambda: self.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture))
@@ -231,7 +234,7 @@ def test_recorded_draft_steps_are_planned_as_upstream_does(cls, path):
                     np.testing.assert_array_equal(plan.kv_indptr, value, err_msg=key)
                 elif last in ("kv_indices", "paged_kv_indices_buffer"):
                     n = int(own.kv_indptr[step, live.batch_size * own.topk])
-                    np.testing.assert_array_equal(own.kv_indices[step, :n].numpy(), value[:n], err_msg=key)
+                    np.testing.assert_array_equal(own.kv_indices[step, :n].cpu().numpy(), value[:n], err_msg=key)
                 else:
                     continue
                 compared += 1
@@ -318,7 +321,7 @@ def test_captures_and_sizes_that_cannot_work_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match="needs draft_tokens > 0"):
         own.backend.config = config()
         own.backend.bind(batch)
-    narrow = make_pools(rows=3, width=100, page_size=1, swa=False, seed=0, device="cpu")
+    narrow = make_pools(rows=3, width=100, page_size=1, swa=False, seed=0, device=DEVICE)
     with pytest.raises(ConfigError, match="100 tokens wide, max_context is 150"):
         FlashInferMlaBackend(config(), narrow).init_cuda_graph_state(1, 1)
     with pytest.raises(ConfigError, match="topk of at most 1, got 2"):
