@@ -15,13 +15,14 @@ Source: specs of SGLang's hybrid linear attention wrapper.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError
+from ..base import AttentionBackend, AttentionConfig, ConfigError
 from ..batch import ForwardBatch, Pools
 from ..modes import ForwardMode, Implementation, TailPolicy
-from ..oracle import Expected, HostBatch, HostPools
+from ..oracle import HostBatch
 from ..registry import lookup
-from .forwarding import Forwarding
+from .composed import Composed, Part, joined
 
 Mode = ForwardMode
 
@@ -29,7 +30,7 @@ LINEAR = "linear_state"
 """Family, in the registry, of what can be the linear half."""
 
 
-class HybridLinear(Forwarding):
+class HybridLinear(Composed):
     """Full and linear attention backends behind one name.
 
     Options, in config.extra: full ("triton") and linear ("mamba"), registry names; full_layers (none), the ids of
@@ -58,7 +59,12 @@ class HybridLinear(Forwarding):
             for name in (full, linear)
         )
         super().__init__(config, pools, implementation, recorded=recorded, tail=self.full.tail)
-        self.allowances = _both(self.full.allowances, self.linear.allowances)
+        full, linear = self.full.allowances, self.linear.allowances
+        self.allowances = replace(
+            joined({"full": full, "linear": linear}, fused_launches=full.fused_launches + linear.fused_launches),
+            dispatches_per_request=full.dispatches_per_request,  # a linear half does the same for any batch
+            syncs_per_request=full.syncs_per_request,
+        )
         self.full_layers = frozenset(config.extra.get("full_layers", ()))
 
     @staticmethod
@@ -78,48 +84,8 @@ class HybridLinear(Forwarding):
         """The child whose metadata a layer reads."""
         return self.full if layer in self.full_layers else self.linear
 
-    def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
-        if in_capture:
-            self._check_mode(fb)  # before the full backend, which may have the mode, has bound anything
-        self.forward_hook("init_forward_metadata_out_graph", fb, in_capture=in_capture)
-        AttentionBackend.init_forward_metadata_out_graph(self, fb, in_capture)
+    def parts(self, fb: ForwardBatch) -> list[Part]:
+        return [Part("full", self.full, fb), Part("linear", self.linear, fb)]
 
-    def bind(self, fb: ForwardBatch) -> dict[str, object]:
-        return {"full": self.full.forward_metadata, "linear": self.linear.forward_metadata}
-
-    def rebuild_aten(self, fb: ForwardBatch, md: dict[str, object]) -> None:
-        """Nothing: the children rebuild, each in its own hooks."""
-
-    rebuild_aten_static = rebuild_fused = rebuild_aten
-
-    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
-        sides = {"full": self.full, "linear": self.linear}
-        return {
-            f"{side}.{name}": want
-            for side, child in sides.items()
-            for name, want in child.expected(batch, pools).items()
-        }
-
-
-def _both(full: Allowances, linear: Allowances) -> Allowances:
-    """What either child does on purpose, by its path in the wrapper's metadata."""
-    sides = (("full", full), ("linear", linear))
-
-    def path(side: str, name: str) -> str:
-        return name if name.startswith("slots.") else f"{side}.{name}"
-
-    def paths(kind: str) -> frozenset[str]:
-        return frozenset(path(side, name) for side, own in sides for name in getattr(own, kind))
-
-    modes = full.dispatches_per_request.keys() | linear.dispatches_per_request.keys()
-    return Allowances(
-        aliases=frozenset(
-            frozenset(path(side, name) for name in group) for side, own in sides for group in own.aliases
-        ),
-        shared_between_modes=paths("shared_between_modes"),
-        spills=paths("spills"),
-        unordered=paths("unordered"),
-        fused_launches=full.fused_launches + linear.fused_launches,
-        dispatches_per_request={m: sum(own.dispatches_per_request.get(m, 0) for _, own in sides) for m in modes},
-        syncs_per_request=full.syncs_per_request + linear.syncs_per_request,
-    )
+    def host_parts(self, batch: HostBatch) -> list[Part]:
+        return [Part("full", self.full, batch), Part("linear", self.linear, batch)]
