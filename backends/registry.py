@@ -145,7 +145,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
             "idle": (8, 30),
             "target_verify": (13, 36),
             "draft_extend": (8, None),
-            "draft_extend_v2": (12, None),
+            "draft_extend_v2": (11, None),
         },
     ),
     BackendInfo(
@@ -365,6 +365,38 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="-",
         modes=DECODE_MODES + SPEC_MODES,
         target=".runners.decode:DecodeRunner",
+    ),
+    BackendInfo(
+        name="eagle_draft",
+        kind="runner",
+        family="static_slots",
+        pattern="-",
+        modes=("draft_decode",),
+        target=".runners.eagle_draft:EagleDraftRunner",
+    ),
+    BackendInfo(
+        name="eagle_draft_extend",
+        kind="runner",
+        family="static_slots",
+        pattern="-",
+        modes=("draft_extend_v2",),
+        target=".runners.eagle_draft_extend:EagleDraftExtendRunner",
+    ),
+    BackendInfo(
+        name="frozen_kv_mtp",
+        kind="runner",
+        family="static_slots",
+        pattern="-",
+        modes=("decode",),
+        target=".runners.frozen_kv_mtp:FrozenKvMtpRunner",
+    ),
+    BackendInfo(
+        name="multi_layer_eagle_draft_extend",
+        kind="runner",
+        family="static_slots",
+        pattern="-",
+        modes=("draft_extend_v2",),
+        target=".runners.multi_layer_eagle_draft_extend:MultiLayerEagleDraftExtendRunner",
     ),
 )
 
