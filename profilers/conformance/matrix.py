@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -186,13 +188,33 @@ def verify(
         return
     # spawn: a forked child could not use CUDA.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=partial(torch.set_num_threads, 1)) as pool:
-        for findings in pool.map(_do_all, tasks):
-            yield from findings
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_as_worker) as pool:
+        results = [pool.submit(_do_all, task) for task in tasks]
+        try:
+            for task, result in zip(tasks, results, strict=True):
+                yield from _outcome(task, result)
+        except BaseException:  # Ctrl-C above all: nobody will ask for what is still being worked on
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _outcome(task: Task, result: Future[list[Finding]]) -> list[Finding]:
+    """What a worker found. One that died takes the others' work with it; each is told."""
+    try:
+        return result.result()
+    except BrokenProcessPool:
+        detail = "a process that was checking died: its own messages are above; look at one mode and check at a time"
+        return [Finding(task.backend, str(task.mode or ""), "process", "fail", detail)]
 
 
 def _in_order(check: str) -> tuple[str, int]:
     return check[0], int(check[1:])
+
+
+def _as_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers; their own tracebacks help nobody
+    torch.set_num_threads(1)
 
 
 def _do_all(task: Task) -> list[Finding]:

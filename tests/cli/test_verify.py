@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 INFO = """
 from attn_graph.backends.registry import BackendInfo
 
 INFO = BackendInfo(
-    name="broken", kind="backend", family="page_table", pattern="A", modes=("decode",), target="broken_backend:Broken"
+    name="broken", kind="backend", family="page_table", pattern="A", modes=("decode", "idle"),
+    target="broken_backend:Broken",
 )
 """
 
@@ -37,6 +43,17 @@ def third_party(tmp_path: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-backend\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[attn_graph.backends]\nbroken = broken_info:INFO\n")
     return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_a_worker_that_dies_is_a_failure_of_what_it_was_checking(cli, third_party, tmp_path):
+    dying = BROKEN.replace("md.page_table[0, 0] += 1", "import os; os._exit(9)")
+    (tmp_path / "broken_backend.py").write_text(dying)
+    done = cli("verify", "--backend", "broken", "--check", "C3", "--arm", "fused", "--json", env=third_party)
+    assert done.code == 1
+    assert {(f["mode"], f["check"], f["status"]) for f in json.loads(done.out)} == {
+        ("decode", "process", "fail"),
+        ("idle", "process", "fail"),
+    }
 
 
 @pytest.mark.slow
@@ -77,6 +94,20 @@ def test_a_family_of_checks_is_asked_for_by_its_letter(cli):
     found = json.loads(done.out)
     assert [f["check"] for f in found] == ["sizes", *(f"L{i}" for i in range(1, 11))]
     assert {f["mode"] for f in found} == {"idle"} and done.code == 0
+
+
+def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
+    command = [sys.executable, "-m", "attn_graph.cli.main", "verify", "--backend", "trtllm_mha", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    parent, deadline = psutil.Process(process.pid), time.monotonic() + 60
+    while not (workers := parent.children(recursive=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(5)  # they are at work by now
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "Interrupted.\n"
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert workers and not alive
 
 
 @pytest.mark.parametrize(
