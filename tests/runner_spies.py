@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import numpy as np
+import pytest
 import torch
 from attn_graph.backends.base import AttentionBackend, AttentionConfig
 from attn_graph.backends.batch import live_batch, make_pools
 from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.runners.inputs import StepInputs, upload
+from attn_graph.profilers.graphs import GraphFactory
 from attn_graph.profilers.recorded import RecordedGraph
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GRAPHS = GraphFactory(torch.device(DEVICE))
+"""Real graphs where there is a GPU; in a test that uses `on_stream`."""
 
 H = 3
 """Size of hidden states."""
 
 
+@pytest.fixture(autouse=True)
+def on_stream() -> Iterator[None]:
+    """Run a test on the stream that `GRAPHS` are captured and launched on. Import it to use it."""
+    if GRAPHS.stream is None:
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(GRAPHS.stream):
+        yield
+    torch.cuda.synchronize()
+
+
 def pools(width: int = 128, page_size: int = 1, rows: int = 9):
-    return make_pools(rows=rows, width=width, page_size=page_size, swa=False, seed=0, device="cpu")
+    return make_pools(rows=rows, width=width, page_size=page_size, swa=False, seed=0, device=DEVICE)
 
 
 class SpyBackend(AttentionBackend):
@@ -38,8 +57,8 @@ class SpyBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.note("state", max_bs, max_num_tokens)
         self.max_bs = max_bs
-        self.lens = torch.zeros(max_bs, dtype=torch.int64)
-        self.first = torch.zeros(max_bs, dtype=torch.int64)
+        self.lens = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
+        self.first = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
 
     def init_forward_metadata_out_graph(self, fb, in_capture=False):
         self.note("out_capture" if in_capture else "out")
@@ -97,4 +116,10 @@ def a_step(
         mode, lengths, rows, tables, tokens_per_req, np.random.default_rng(seed), topk=topk, draft_steps=draft_steps,
         page_size=page_size,
     )  # fmt: skip
-    return replace(upload(live, "cpu", lens=lens or torch.int64), **also)
+    return on_device(replace(upload(live, DEVICE, lens=lens or torch.int64), **also))
+
+
+def on_device(step: StepInputs) -> StepInputs:
+    """The step with all tensors but the host mirror where the runner is."""
+    given = ((f.name, getattr(step, f.name)) for f in fields(step) if f.name != "seq_lens_cpu")
+    return replace(step, **{name: x.to(DEVICE) for name, x in given if isinstance(x, torch.Tensor)})

@@ -16,9 +16,19 @@ from attn_graph.backends.runners.drafting import write_slots
 from attn_graph.backends.runners.eagle_draft import EagleDraftRunner
 from attn_graph.backends.runners.graph_runner import GraphRunner
 from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
-from attn_graph.profilers.recorded import RecordedGraph
 from rebuilds import ARMS, host_pools
-from runner_spies import H, SpyBackend, a_step, graphs_noting, placement, pools
+from runner_spies import (
+    DEVICE,
+    GRAPHS,
+    H,
+    SpyBackend,
+    a_step,
+    graphs_noting,
+    on_device,
+    on_stream,  # noqa: F401 (a fixture, used by being here)
+    placement,
+    pools,
+)
 
 Mode = ForwardMode
 CONTEXT = 100
@@ -44,14 +54,14 @@ def step_of(config, tables, lengths, **also):
         hidden_states=torch.arange(b * H, dtype=torch.float32).view(b, H),
     )  # fmt: skip
     slots = torch.from_numpy(100 + np.arange(b * k * s))
-    return replace(step, positions=step.seq_lens.repeat_interleave(k), out_cache_loc=slots, **also)
+    return on_device(replace(step, positions=step.seq_lens.repeat_interleave(k), out_cache_loc=slots, **also))
 
 
 def real(arm: Arm, config, buckets=(2, 4), cls=EagleDraftRunner, forward=lambda step: None, lens=torch.int64):
     tables = tables_of(config)
     backend = MultiStepDraft(config, tables, arm.implementation, recorded=arm.placement.value != "eager")
     slots = cls.new_slots(backend, max(buckets), H, lens=lens)
-    runner = cls(backend, buckets, slots, arm.placement, RecordedGraph, forward)
+    runner = cls(backend, buckets, slots, arm.placement, GRAPHS, forward)
     runner.capture()
     return runner, tables
 
@@ -68,17 +78,17 @@ def wrong_fields(runner: GraphRunner, step, tables) -> list[str]:
     b, slots = runner.bucket, runner.slots
     batch = HostBatch(
         mode=str(runner.mode),
-        req_pool_indices=slots.req_pool_indices[:b].numpy(),
-        seq_lens=slots.seq_lens[:b].numpy(),
-        out_cache_loc=step.out_cache_loc.numpy(),
+        req_pool_indices=slots.req_pool_indices[:b].cpu().numpy(),
+        seq_lens=slots.seq_lens[:b].cpu().numpy(),
+        out_cache_loc=step.out_cache_loc.cpu().numpy(),
         tokens_per_req=slots.tokens_per_req,
-        positions=slots.slices(b)["positions"].numpy(),
+        positions=slots.slices(b)["positions"].cpu().numpy(),
         live_requests=step.batch_size,
     )
     found = []
     got = tensors_of(runner.backend.metadata[runner.mode, b])
     for path, want in runner.backend.expected(batch, host_pools(tables)).items():
-        if not np.array_equal(got[path].numpy()[want.live], want.values[want.live]):
+        if not np.array_equal(got[path].cpu().numpy()[want.live], want.values[want.live]):
             found.append(path)
     return found
 
@@ -142,7 +152,7 @@ class LeavesPositions(EagleDraftRunner):
 
 @pytest.mark.parametrize(("cls", "right"), [(EagleDraftRunner, True), (LeavesPositions, False)])
 def test_step_i_stands_at_len_plus_i_and_repeated_replays_are_the_same(cls, right):
-    at = torch.zeros(2, 4, dtype=torch.int64)
+    at = torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
 
     def forward(step):
         at[step.index].copy_(step.slots["positions"][:4])
@@ -169,7 +179,7 @@ def r13_write_slots(flat, branches, steps, index):
 def test_a_step_writes_its_column_of_the_slots(columns, right, monkeypatch):
     """A13: bs 2, topk 2, 3 steps, slots 100..111."""
     monkeypatch.setattr("attn_graph.backends.runners.eagle_draft.write_slots", columns)
-    written = torch.zeros(2, 4, dtype=torch.int64)
+    written = torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
     config = config_of(topk=2)
     runner, tables = real(ARMS[3], config, (2,), forward=lambda step: written[step.index].copy_(step.out_cache_loc))
     runner.load_batch(step_of(config, tables, (5, 9)))
@@ -179,7 +189,7 @@ def test_a_step_writes_its_column_of_the_slots(columns, right, monkeypatch):
 
 
 def test_hidden_states_go_from_step_to_step_and_their_slot_stays_as_it_was():
-    last = torch.zeros(2, H)
+    last = torch.zeros(2, H, device=DEVICE)
 
     def forward(step):
         last.copy_(step.hidden_states)
@@ -203,7 +213,8 @@ def test_hidden_states_go_from_step_to_step_and_their_slot_stays_as_it_was():
 def test_a_full_batch_is_handed_on_as_it_came_and_nothing_binds_it(lens):
     runner, step_for = spied([], (2,), recorded=False)
     runner.capture()
-    step = replace(step_for([5, 9]), seq_lens=torch.tensor([5, 9], dtype=lens))
+    step = step_for([5, 9])
+    step = replace(step, seq_lens=step.seq_lens.to(lens))
     runner.load_batch(step)
     view = runner.view
     for name in ("seq_lens", "req_pool_indices", "positions", "out_cache_loc", "seq_lens_cpu"):
@@ -257,7 +268,7 @@ def test_an_idle_rank_drafts_one_filler_row_and_writes_slot_0_only(steps):
     runner, tables = real(ARMS[3], config, (1, 2))
     runner.load_batch(step_of(config, tables, (90,)))
     runner.replay()
-    runner.load_batch(upload(idle_batch(), "cpu"))
+    runner.load_batch(upload(idle_batch(), DEVICE))
     runner.replay()
     assert (runner.bucket, runner.live, runner.view.num_padding) == (1, 0, 1)
     assert runner.view.actual_forward_mode is Mode.IDLE and runner.view.out_cache_loc.tolist() == [0] * steps
@@ -278,7 +289,5 @@ def test_rows_of_index_lists_have_room_for_every_branch():
     config = replace(config_of(topk=8), max_context=1024)
     tables = pools(1024 + 8 * 3)
     backend = MultiStepDraft(config, tables)
-    runner = EagleDraftRunner(
-        backend, [2], EagleDraftRunner.new_slots(backend, 2, H), placement(backend), RecordedGraph
-    )
+    runner = EagleDraftRunner(backend, [2], EagleDraftRunner.new_slots(backend, 2, H), placement(backend), GRAPHS)
     assert runner.backend.tables.kv_indices.shape[1] >= 8 * (900 + 300)

@@ -21,7 +21,7 @@ from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
 from attn_graph.backends.wrappers.tbo import TwoBatchOverlap
 from attn_graph.profilers.graphs import GraphFactory
 from attn_graph.profilers.recorded import RecordedGraph
-from runner_spies import SpyBackend, a_step, graphs_noting, placement, pools
+from runner_spies import DEVICE, SpyBackend, a_step, graphs_noting, placement, pools
 
 Mode = ForwardMode
 TABLES = pools(page_size=16)
@@ -82,7 +82,7 @@ def test_an_event_is_published_in_the_declared_place_and_nowhere_else(end, exter
     backend.end = end
     read_done = ReadDone(HostEvents(log, external))
     runner = DecodeRunner(
-        backend, Mode.DECODE, [4], StaticSlots(4, 1, 1, "cpu"), Placement.GRAPH, graphs_noting(log),
+        backend, Mode.DECODE, [4], StaticSlots(4, 1, 1, DEVICE), Placement.GRAPH, graphs_noting(log),
         read_done=read_done,
     )  # fmt: skip
     runner.capture()
@@ -100,7 +100,7 @@ def test_the_marker_stands_right_behind_the_hook_and_one_serves_every_size():
     backend.log = log
     read_done = ReadDone(HostEvents(log))
     runner = DecodeRunner(
-        backend, Mode.DECODE, [2, 4], StaticSlots(4, 1, 1, "cpu"), Placement.GRAPH, graphs_noting(log),
+        backend, Mode.DECODE, [2, 4], StaticSlots(4, 1, 1, DEVICE), Placement.GRAPH, graphs_noting(log),
         lambda: log.append("body"), read_done=read_done,
     )  # fmt: skip
     runner.capture()
@@ -173,7 +173,7 @@ def mixed_rows(cls, arm=Implementation.FUSED, placement=Placement.GRAPH) -> int:
     backend = TrtllmMhaBackend(CONFIG, tables, arm, recorded=placement is not Placement.EAGER)
     events = HostEvents()
     runner = cls(
-        backend, Mode.DECODE, [2], StaticSlots(2, 1, 1, "cpu"), placement, RecordedGraph, read_done=ReadDone(events)
+        backend, Mode.DECODE, [2], StaticSlots(2, 1, 1, DEVICE), placement, RecordedGraph, read_done=ReadDone(events)
     )
     runner.capture()
     mixed = 0
@@ -201,12 +201,12 @@ def test_an_event_before_the_gather_mixes_two_steps_and_is_seen_here(fault):
 def test_write_slots_are_a_snapshot_once_the_rebuild_is_done():
     """A05: layers that map their slots again, behind the fence, read the next step's map."""
     tables = pools(page_size=1)
-    mapping = torch.zeros(2000, dtype=torch.int64)
+    mapping = torch.zeros(2000, dtype=torch.int64, device=DEVICE)
     mapping[11], mapping[4], mapping[-1] = 40, 9, -1
     tables = replace(tables, full_to_swa=mapping)
     backend = TrtllmMhaBackend(replace(CONFIG, page_size=1), tables)
     runner = DecodeRunner(
-        backend, Mode.DECODE, [2], StaticSlots(2, 1, 1, "cpu"), Placement.GRAPH, RecordedGraph,
+        backend, Mode.DECODE, [2], StaticSlots(2, 1, 1, DEVICE), Placement.GRAPH, RecordedGraph,
         read_done=ReadDone(HostEvents()),
     )  # fmt: skip
     runner.capture()
@@ -238,9 +238,7 @@ def test_two_streams_never_mix_rows_unless_the_event_is_early(cls, clean):
         slots = StaticSlots(2, 1, 1, device)
         runner = cls(backend, Mode.DECODE, [2], slots, Placement.GRAPH, factory, read_done=read_done)
         runner.capture()
-        step = a_step(Mode.DECODE, [20000, 32000], replace(tables, req_to_token=tables.req_to_token.cpu()), rows=[1, 2])
-        names = ("req_pool_indices", "seq_lens", "out_cache_loc", "positions")
-        step = replace(step, **{name: getattr(step, name).to(device) for name in names})
+        step = a_step(Mode.DECODE, [20000, 32000], tables, rows=[1, 2])
     for _ in range(200 if clean else 20):
         with torch.cuda.stream(factory.stream):
             runner.load_batch(step)
@@ -263,12 +261,11 @@ def test_this_device_has_an_event_that_graphs_record():
 # Forked in-graph hook.
 
 
-def forked_runner(body, fork=None, device="cpu", factory=RecordedGraph, **options):
-    tables = replace(TABLES, req_to_token=TABLES.req_to_token.to(device))
-    backend = TrtllmMhaBackend(CONFIG, tables)
+def forked_runner(body, fork=None, factory=RecordedGraph, **options):
+    backend = TrtllmMhaBackend(CONFIG, TABLES)
     fork = fork or ForkedPrep()
     runner = DecodeRunner(
-        backend, Mode.DECODE, [4], StaticSlots(4, 1, 1, device), Placement.GRAPH, factory,
+        backend, Mode.DECODE, [4], StaticSlots(4, 1, 1, DEVICE), Placement.GRAPH, factory,
         lambda: body(runner, fork), fork=fork, **options,
     )  # fmt: skip
     return runner
@@ -289,7 +286,7 @@ def consume(runner, seen, *, joins: str):
 
 @pytest.mark.parametrize(("joins", "read"), [("before", [5, 50, 7, 1]), ("after", None)])
 def test_a_consumer_behind_the_join_reads_this_steps_metadata_and_one_before_it_stale_ones(joins, read):
-    seen = torch.zeros(4, dtype=torch.int32)
+    seen = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     runner = forked_runner(lambda r, fork: consume(r, seen, joins=joins)(r, fork))
     runner.capture()
     for lengths in ((90, 90, 90, 90), (5, 50, 7)):
@@ -323,18 +320,24 @@ def test_the_marker_is_recorded_with_the_forked_hook():
     assert log == ["embed", "record marker"] * 3
 
 
+def compiled():
+    backend = TrtllmMhaBackend(CONFIG, TABLES)
+    backend.implementation = Implementation.COMPILE
+    return backend
+
+
 @pytest.mark.parametrize(
     ("backend", "placement", "words"),
     [
         (lambda: TrtllmMhaBackend(CONFIG, TABLES, recorded=False), Placement.EAGER, "not placement eager"),
-        (lambda: TrtllmMhaBackend(CONFIG, TABLES, Implementation.COMPILE), Placement.GRAPH, "compiled"),
+        (compiled, Placement.GRAPH, "compiled"),
         (lambda: TwoBatchOverlap(CONFIG, TABLES), Placement.GRAPH, "two-batch overlap"),
     ],
 )
 def test_what_cannot_be_forked_is_refused(backend, placement, words):
     with pytest.raises(ConfigError, match=words):
         DecodeRunner(
-            backend(), Mode.DECODE, [4], StaticSlots(4, 1, 1, "cpu"), placement, RecordedGraph, fork=ForkedPrep()
+            backend(), Mode.DECODE, [4], StaticSlots(4, 1, 1, DEVICE), placement, RecordedGraph, fork=ForkedPrep()
         )
 
 
@@ -350,14 +353,12 @@ def test_the_hook_runs_on_a_side_stream_and_must_be_joined(joins):
             fork.join()
             seen.copy_(runner.backend.forward_metadata.cache_seqlens_int32)
 
-    runner = forked_runner(body, ForkedPrep(torch.cuda.Stream()), "cuda", factory)
+    runner = forked_runner(body, ForkedPrep(torch.cuda.Stream()), factory)
     with torch.cuda.stream(factory.stream), nullcontext() if joins == "before" else pytest.raises(ForkError):
         runner.capture()
     if joins == "before":
         with torch.cuda.stream(factory.stream):
-            step = decode_step()
-            names = ("req_pool_indices", "seq_lens", "out_cache_loc", "positions")
-            runner.load_batch(replace(step, **{name: getattr(step, name).cuda() for name in names}))
+            runner.load_batch(decode_step())
             runner.replay()
         torch.cuda.synchronize()
         assert seen.tolist() == [5, 50, 7, 1]
@@ -377,7 +378,7 @@ class HostWidth(TrtllmMhaBackend):
 def glued(cls=TrtllmMhaBackend, tables=TABLES, buckets=(2, 3)) -> DecodeRunner:
     backend = cls(CONFIG, tables, recorded=False)
     return DecodeRunner(
-        backend, Mode.DECODE, buckets, StaticSlots(max(buckets), 1, 1, "cpu"), Placement.EAGER, RecordedGraph,
+        backend, Mode.DECODE, buckets, StaticSlots(max(buckets), 1, 1, DEVICE), Placement.EAGER, RecordedGraph,
         glue_graphs=GlueGraphs(backend, RecordedGraph),
     )  # fmt: skip
 
@@ -414,10 +415,10 @@ def test_a_glue_replay_is_one_launch_and_puts_the_backends_object_back():
 
 def test_every_child_of_a_wrapper_gets_its_object_back():
     config = replace(CONFIG, extra={"full": "trtllm_mha"})
-    tables = replace(TABLES, state_slots=torch.arange(9, dtype=torch.int32))
+    tables = replace(TABLES, state_slots=torch.arange(9, dtype=torch.int32, device=DEVICE))
     backend = HybridLinear(config, tables, recorded=False)
     runner = DecodeRunner(
-        backend, Mode.DECODE, [2, 3], StaticSlots(3, 1, 1, "cpu"), Placement.EAGER, RecordedGraph,
+        backend, Mode.DECODE, [2, 3], StaticSlots(3, 1, 1, DEVICE), Placement.EAGER, RecordedGraph,
         glue_graphs=GlueGraphs(backend, RecordedGraph),
     )  # fmt: skip
     runner.capture()
@@ -433,7 +434,7 @@ def test_every_child_of_a_wrapper_gets_its_object_back():
 
 def test_live_tensors_are_not_bound_by_the_glue_graph():
     """C21: the step's own write slots are freed after it; the graph reads the static slots."""
-    mapping = torch.arange(3000)
+    mapping = torch.arange(3000, device=DEVICE)
     runner = glued(tables=replace(TABLES, full_to_swa=mapping))
     runner.capture()
     for slots in (torch.tensor([3, 4, 5]), torch.tensor([13, 14, 15])):
@@ -495,7 +496,7 @@ def test_a_refused_backend_runs_eagerly_and_is_counted():
     backend = SpyBackend([], recorded=False, tables=TABLES)
     backend.implementation = Implementation.ATEN
     runner = DecodeRunner(
-        backend, Mode.DECODE, [3], StaticSlots(3, 1, 1, "cpu"), placement(backend), RecordedGraph,
+        backend, Mode.DECODE, [3], StaticSlots(3, 1, 1, DEVICE), placement(backend), RecordedGraph,
         glue_graphs=GlueGraphs(backend, RecordedGraph),
     )  # fmt: skip
     runner.capture()
