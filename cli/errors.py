@@ -35,6 +35,7 @@ EXPECTED: dict[str, ExitCode] = {
     "attn_graph.backends.base.ConfigError": ExitCode.USAGE,
     "attn_graph.backends.base.NotCapturedError": ExitCode.USAGE,
     "attn_graph.backends.registry.UnknownName": ExitCode.USAGE,
+    "attn_graph.backends.runners.fork.ForkError": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.barrier.BarrierError": ExitCode.USAGE,
     "attn_graph.profilers.devices.DeviceError": ExitCode.USAGE,
     "attn_graph.profilers.driver.DriverError": ExitCode.USAGE,
