@@ -44,12 +44,13 @@ def _print_table(infos: list[BackendInfo]) -> None:
     from rich.table import Table
 
     table = Table(show_lines=True)
-    for heading in ("name", "kind", "family", "pattern"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("name", no_wrap=True)
+    table.add_column("kind, family,\npattern", overflow="fold")
     table.add_column("modes (dispatches\nwithout/with SWA)", no_wrap=True)
     for info in infos:
+        kind = "\n".join((info.kind, info.family, info.pattern))
         modes = "\n".join(_mode_line(info, mode) for mode in info.modes)
-        table.add_row(*map(escape, (info.name, info.kind, info.family, info.pattern, modes)))
+        table.add_row(*map(escape, (info.name, kind, modes)))
     console = Console()
     console.print(table)
     for info in infos:
