@@ -39,7 +39,7 @@ class CudaEvents:
             return None
         try:
             return torch.cuda.Event(external=True)
-        except TypeError:  # before torch 2.8
+        except TypeError:  # an older torch, which has no such events
             return None
 
     def recorded(self) -> torch.cuda.Event:
