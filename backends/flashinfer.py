@@ -11,7 +11,7 @@
 
 kv_indptr is the running sum of L, kv_indices lists the slots; FlashInfer's page size is 1 whatever the engine's is. A
 sliding window gives two wrappers: 0 reads the last min(L, window + queries) tokens, through the sliding-window map
-where there is one, 1 reads all. Encoder-decoder models have two as well: 0 reads L tokens behind the encoder's, 1 the
+where there is one (whose window is a quarter of the context unless config.window says), 1 reads all. Encoder-decoder models have two as well: 0 reads L tokens behind the encoder's, 1 the
 encoder's. In draft decode the multi_step_draft wrapper fills the lists of all steps, of B * K branches, and only the
 plans are left to `FlashInferDraftStep`. Source: specs of SGLang's flashinfer backend.
 
@@ -62,8 +62,6 @@ class PagedWrapper:
 
     kv_indptr: torch.Tensor  # [B + 1] int32, device
     kv_indices: torch.Tensor  # [max_bs * (max_context + headroom)] int32, device; live up to kv_indptr[B]
-    kv_last_page_len: torch.Tensor  # [B] int32, device; ones
-    qo_indptr: torch.Tensor | None  # [B + 1] int32, device; not in decode
     mask_indptr: torch.Tensor | None  # [B + 1] int32, device, in bytes; verify with a mask
     custom_mask: torch.Tensor | None  # [max_bs * ceil(N * (max_context + N) / 8)] uint8, device; verify with a mask
     plan: HostPlan
@@ -74,6 +72,8 @@ class FlashInferMetadata:
     """Bound at capture. B = captured batch size, T = tokens."""
 
     wrappers: tuple[PagedWrapper, ...]  # (full,), (window, full) or (self, cross)
+    kv_last_page_len: torch.Tensor  # [B] int32, device; ones
+    qo_indptr: torch.Tensor | None  # [B + 1] int32, device; not in decode
     swa_out_cache_loc: torch.Tensor | None  # [T] int64, device
     queries: int  # T // B of the captured shape
     kernel_config: CsrConfig
@@ -91,12 +91,8 @@ class FlashInferBackend(AttentionBackend):
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2, Mode.DLLM_EXTEND})
     allowances = Allowances(
         shared_between_modes=frozenset(
-            {f"wrappers.{i}.{name}" for i in (0, 1) for name in ("kv_indptr", "kv_indices", "kv_last_page_len")}
-            | {f"wrappers.{i}.qo_indptr" for i in (0, 1)}
-            | {"swa_out_cache_loc"}
-        ),
-        aliases=frozenset(
-            {frozenset({f"wrappers.{i}.{name}" for i in (0, 1)}) for name in ("qo_indptr", "kv_last_page_len")}
+            {f"wrappers.{i}.{name}" for i in (0, 1) for name in ("kv_indptr", "kv_indices")}
+            | {"kv_last_page_len", "qo_indptr", "swa_out_cache_loc"}
         ),
         spills=frozenset({"swa_out_cache_loc"}),
     )
@@ -114,6 +110,9 @@ class FlashInferBackend(AttentionBackend):
         c, encoder = self.config, self.config.extra.get("encoder", False)
         if c.window and encoder:
             raise ConfigError(f"a sliding window ({c.window}) and an encoder both need wrapper 0: choose one")
+        # A sliding-window pool has a window, said or not.
+        maps = self.pools.full_to_swa is not None and not encoder
+        self.window = c.window or (max(c.max_context // 4, 1) if maps else 0)
         capacity = c.max_context + c.headroom
         check_index_space("kv_indptr", max_bs, capacity)
         width = self.pools.req_to_token.shape[1]
@@ -122,7 +121,7 @@ class FlashInferBackend(AttentionBackend):
                 f"req_to_token is {width} tokens wide, max_context is {c.max_context}: raise its width or lower it"
             )
         self.max_bs, self.max_tokens = max_bs, max_num_tokens
-        if c.window:
+        if self.window:
             self.ranges = (KvRange.WINDOW, KvRange.FULL)
         elif encoder:
             self.ranges = (KvRange.AFTER_ENCODER, KvRange.ENCODER)
@@ -168,16 +167,15 @@ class FlashInferBackend(AttentionBackend):
             PagedWrapper(
                 kv_indptr=self.kv_indptr[i][: b + 1],
                 kv_indices=self.kv_indices[i],
-                kv_last_page_len=self.kv_last_page_len[:b],
-                qo_indptr=None if mode is Mode.DECODE else self.qo_indptr[: b + 1],
                 mask_indptr=self.mask_indptr[i][: b + 1] if masked else None,
                 custom_mask=self.custom_mask[i] if masked else None,
                 plan=HostPlan(
                     np.arange(0, (b + 1) * queries, queries, dtype=np.int32), np.zeros(b + 1, dtype=np.int32)
                 ),
             )
-            for i in range(len(self.ranges))
+            for i, _ in self._lists(mode)
         )
+        qo_indptr = None if mode is Mode.DECODE else self.qo_indptr[: b + 1]
         slots = None if self.swa_out_buffer is None else self.swa_out_buffer[: b * queries]
         config = self.kernel_config(b)
         starts = QueryStarts.STRIDED
@@ -186,21 +184,25 @@ class FlashInferBackend(AttentionBackend):
         fused = PagedLists(
             tuple(
                 PagedList(r, w.kv_indptr, w.kv_indices, w.mask_indptr, w.custom_mask)
-                for r, w in zip(self.ranges, wrappers, strict=True)
+                for (_, r), w in zip(self._lists(mode), wrappers, strict=True)
             ),
             config,
             self.pools.req_to_token,
             b,
             offset=self._offset(mode),
-            keep=(c.window or 0) + (0 if mode is Mode.DRAFT_EXTEND else queries),
+            keep=self.window + (0 if mode is Mode.DRAFT_EXTEND else queries),
             queries=queries,
             query_starts=starts,
-            qo_indptr=wrappers[0].qo_indptr,
+            qo_indptr=qo_indptr,
             mapping=self.pools.full_to_swa,
             swa_out_cache_loc=slots,
             counts_mask=self.recorded and masked,
         )
-        return FlashInferMetadata(wrappers, slots, queries, config, fused)
+        return FlashInferMetadata(wrappers, self.kv_last_page_len[:b], qo_indptr, slots, queries, config, fused)
+
+    def _lists(self, mode: ForwardMode) -> list[tuple[int, KvRange]]:
+        """(number of its buffers, range) of each wrapper; diffusion blocks have one, over all tokens."""
+        return [(0, KvRange.FULL)] if mode is Mode.DLLM_EXTEND else list(enumerate(self.ranges))
 
     def kernel_config(self, bs: int) -> CsrConfig:
         """Block sizes for a captured batch size; the tuner's choice if one was given, else the default."""
@@ -234,7 +236,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _aten_decode(self, fb, md, pool, seq_lens, mirror) -> None:
         if self.ranges[0] is KvRange.WINDOW:
-            keep = self.config.window + 1
+            keep = self.window + 1
             kept = torch.clamp(seq_lens, max=keep)
             kept_mirror = None if mirror is None else torch.clamp(mirror, max=keep)
             (kept if mirror is None else kept_mirror).sum().item()  # sizes a list that graphs do not need
@@ -269,19 +271,19 @@ class FlashInferBackend(AttentionBackend):
     def _aten_speculative(self, fb, md, pool, seq_lens) -> None:
         n, b, mode = md.queries, fb.batch_size, fb.forward_mode
         keeps = None
-        if self.config.window:
+        if self.window:
             accepted = rows(fb.spec_info.num_accept_tokens, b) if mode is Mode.DRAFT_EXTEND else n
-            keeps = accepted + self.config.window
+            keeps = accepted + self.window
         mask = self._live_mask(fb, md)
         if mask is not None:
             mask = padded_mask(mask, n * (fb.seq_lens_sum + n * b))
         for i, kv_range in enumerate(self.ranges):
             if mode is Mode.DRAFT_EXTEND:
-                qo_indptr = self._fresh_zeros(b + 1)
+                qo_indptr = self._zeros(b + 1)
                 write_running_sum(qo_indptr, rows(fb.spec_info.num_accept_tokens, b))
             else:
                 qo_indptr = torch.arange(0, (1 + b) * n, step=n, dtype=torch.int32, device=self.device)
-            indptr = self._fresh_zeros(b + 1)
+            indptr = self._zeros(b + 1)
             lens = seq_lens + n if mode is Mode.TARGET_VERIFY else seq_lens
             start = None
             if kv_range is KvRange.WINDOW:
@@ -294,7 +296,7 @@ class FlashInferBackend(AttentionBackend):
             if start is not None and self.pools.full_to_swa is not None:
                 translate_in_place(indices, indptr, self.pools.full_to_swa)
             self.kv_last_page_len[:b]
-            self._hand_over(md.wrappers[i], qo_indptr, indptr, indices)
+            self._hand_over(md, i, qo_indptr, indptr, indices)
             if mask is not None:
                 self._pack(md.wrappers[i], seq_lens, lens, mask, n, keeps if kv_range is KvRange.WINDOW else None)
 
@@ -311,11 +313,12 @@ class FlashInferBackend(AttentionBackend):
         qo_indptr = qo_indptr[: b + 1]
         self.kv_last_page_len[:b]
         # The 256 entries behind the list are never read, and the next wrapper's neighbour must not get them.
-        self._hand_over(md.wrappers[0], qo_indptr, indptr, indices[:-256])
+        self._hand_over(md, 0, qo_indptr, indptr, indices[:-256])
 
-    def _hand_over(self, wrapper: PagedWrapper, qo_indptr, indptr, indices) -> None:
+    def _hand_over(self, md: FlashInferMetadata, i: int, qo_indptr, indptr, indices) -> None:
         """The copies that a full plan makes into the captured buffers."""
-        wrapper.qo_indptr.copy_(qo_indptr)
+        wrapper = md.wrappers[i]
+        md.qo_indptr.copy_(qo_indptr)
         wrapper.kv_indptr.copy_(indptr)
         wrapper.kv_indices[: indices.shape[0]].copy_(indices)
 
@@ -332,11 +335,11 @@ class FlashInferBackend(AttentionBackend):
         mode, b, n = fb.forward_mode, fb.batch_size, md.queries
         seq_lens, pool = fb.seq_lens[:b], fb.req_pool_indices[:b]
         total = seq_lens + self._offset(mode)
-        for kv_range, w in zip(self.ranges, md.wrappers, strict=True):
+        for (_, kv_range), w in zip(self._lists(mode), md.wrappers, strict=True):
             lens, start, mapping, keep = total, None, None, None
             if kv_range is KvRange.WINDOW:
                 own = fb.spec_info.num_accept_tokens[:b] if mode is Mode.DRAFT_EXTEND else n
-                keep = self.config.window + own
+                keep = self.window + own
                 lens = torch.clamp(total, max=keep)
                 start, mapping = total - lens, self.pools.full_to_swa
             elif kv_range is KvRange.AFTER_ENCODER:
@@ -349,9 +352,9 @@ class FlashInferBackend(AttentionBackend):
             if w.custom_mask is not None:
                 self._pack(w, seq_lens, lens, fb.spec_info.custom_mask, n, keep, self._live_tokens(fb))
         if mode is Mode.DRAFT_EXTEND:
-            write_running_sum(md.wrappers[0].qo_indptr, fb.spec_info.num_accept_tokens[:b])
+            write_running_sum(md.qo_indptr, fb.spec_info.num_accept_tokens[:b])
         elif mode is not Mode.DECODE:
-            md.wrappers[0].qo_indptr.copy_(self.row_numbers[: b + 1] * n)
+            md.qo_indptr.copy_(self.row_numbers[: b + 1] * n)
         if md.swa_out_cache_loc is not None:
             refill_swa_slots(md.swa_out_cache_loc, fb.out_cache_loc, self.pools.full_to_swa)
 
@@ -399,12 +402,12 @@ class FlashInferBackend(AttentionBackend):
         mirror = fb.seq_lens.cpu() if fb.seq_lens_cpu is None else fb.seq_lens_cpu
         total = host_array(mirror)[:b] + self._offset(mode)
         lens = []
-        for kv_range in self.ranges:
+        for _, kv_range in self._lists(mode):
             if kv_range is KvRange.WINDOW:
                 own = self._queries(fb)
                 if mode is Mode.DRAFT_EXTEND and fb.spec_info.num_accept_tokens_cpu is not None:
                     own = np.asarray(fb.spec_info.num_accept_tokens_cpu)
-                lens.append(np.minimum(total, self.config.window + own))
+                lens.append(np.minimum(total, self.window + own))
             elif kv_range is KvRange.ENCODER:  # engines mirror no encoder lengths
                 lens.append(host_array(fb.encoder_lens.cpu())[:b].copy())
             else:
@@ -417,9 +420,9 @@ class FlashInferBackend(AttentionBackend):
             batch,
             pools,
             shapes={path: (tuple(x.shape), numpy_type(x.dtype)) for path, x in tensors_of(md).items()},
-            ranges=[r.name for r in self.ranges],
+            ranges=[r.name for _, r in self._lists(Mode(batch.mode))],
             offset=self._offset(Mode(batch.mode)),
-            window=self.config.window,
+            window=self.window,
             queries=md.queries,
         )
 
@@ -440,10 +443,6 @@ class FlashInferBackend(AttentionBackend):
     def _zeros(self, n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(n, dtype=dtype, device=self.device)
 
-    def _fresh_zeros(self, n: int) -> torch.Tensor:
-        """A temporary of the classic chain."""
-        return torch.zeros(n, dtype=torch.int32, device=self.device)
-
 
 class FlashInferDraftStep(FlashInferBackend):
     """One step of a multi-step draft: the wrapper owns and fills its list, the plan is made here."""
@@ -462,13 +461,12 @@ class FlashInferDraftStep(FlashInferBackend):
         wrapper = PagedWrapper(
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
-            kv_last_page_len=self.kv_last_page_len[:branches],
-            qo_indptr=None,
             mask_indptr=None,
             custom_mask=None,
             plan=HostPlan(np.arange(branches + 1, dtype=np.int32), np.zeros(branches + 1, dtype=np.int32)),
         )
-        return FlashInferMetadata((wrapper,), None, 1, self.kernel_config(fb.batch_size), None)
+        last, config = self.kv_last_page_len[:branches], self.kernel_config(fb.batch_size)
+        return FlashInferMetadata((wrapper,), last, None, None, 1, config, None)
 
     def rebuild_aten(self, fb: ForwardBatch, md: FlashInferMetadata) -> None:
         """Nothing: the wrapper fills the lists of all steps at once."""

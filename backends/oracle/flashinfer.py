@@ -54,7 +54,9 @@ def expected(
     """
     b = len(batch.seq_lens)
     own = query_counts(batch, queries)
-    fields: dict[str, Expected] = {}
+    fields = {"kv_last_page_len": Expected.preset(np.ones(b, dtype=np.int32))}
+    if "qo_indptr" in shapes:
+        fields["qo_indptr"] = Expected.prefix_sum(own)
     for i, kind in enumerate(ranges):
         at = f"wrappers.{i}."
         found = kv_ranges(batch, kind, offset=offset, window=window, queries=own)
@@ -63,9 +65,6 @@ def expected(
         swa = kind == "WINDOW" and pools.full_to_swa is not None
         (size,), dtype = shapes[at + "kv_indices"]
         fields[at + "kv_indices"] = index_list(batch.req_pool_indices, starts, lengths, pools, size, dtype, swa=swa)
-        fields[at + "kv_last_page_len"] = Expected.preset(np.ones(b, dtype=np.int32))
-        if at + "qo_indptr" in shapes:
-            fields[at + "qo_indptr"] = Expected.prefix_sum(own)
         if at + "custom_mask" in shapes:
             packed = packed_masks(batch, found, offset, queries)
             fields[at + "mask_indptr"] = Expected.prefix_sum([len(p) for p in packed])

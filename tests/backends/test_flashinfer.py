@@ -90,10 +90,10 @@ def found(own: Replayer, mode, seed=1) -> list[str]:
 def plan_differences(own: Replayer, batch: HostBatch) -> list[str]:
     """Compare what the last replay's planner was given with the oracle."""
     backend = own.backend
-    md, lines = backend.forward_metadata, []
+    md, lines, lists = backend.forward_metadata, [], backend._lists(Mode(batch.mode))
     for i, w in enumerate(md.wrappers):
         qo, kv = flashinfer.plan_arrays(
-            batch, backend.ranges[i].name, offset=backend._offset(Mode(batch.mode)), window=backend.config.window,
+            batch, lists[i][1].name, offset=backend._offset(Mode(batch.mode)), window=backend.window,
             queries=md.queries,
         )  # fmt: skip
         for name, want in (("qo_indptr", qo), ("kv_indptr", kv)):
@@ -135,6 +135,13 @@ def test_encoder_and_decoder_tokens_are_lists_of_their_own(arm):
 def test_diffusion_blocks_may_read_their_own_tokens_from_the_pages(arm):
     c = config(Mode.DLLM_EXTEND, use_ragged=False)
     assert found(replayer(Mode.DLLM_EXTEND, arm, c), Mode.DLLM_EXTEND) == []
+
+
+def test_a_sliding_window_pool_has_a_window_even_if_nobody_says_how_long_it_is():
+    c = config()
+    own = replayer(Mode.DECODE, FUSED_GRAPH, c, pools_for(c, swa=True))
+    assert own.backend.window == CONTEXT // 4 and len(own.backend.forward_metadata.wrappers) == 2
+    assert found(own, Mode.DECODE) == []
 
 
 def test_int32_lengths_change_nothing():
@@ -360,7 +367,7 @@ class StepsForDraftTokens(FlashInferBackend):
 
     def rebuild_fused(self, fb, md):
         super().rebuild_fused(fb, md)
-        md.wrappers[0].qo_indptr.copy_(self.row_numbers[: fb.batch_size + 1] * STEPS)
+        md.qo_indptr.copy_(self.row_numbers[: fb.batch_size + 1] * STEPS)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +378,7 @@ class StepsForDraftTokens(FlashInferBackend):
         (CellsPackedThrough, Mode.TARGET_VERIFY, None, 3, FUSED, "wrappers.0.custom_mask"),
         (EagerBuffer, Mode.DECODE, None, 1, ATEN, "wrappers.0.kv_indptr"),
         (UnpaddedMirror, Mode.DECODE, None, 1, FUSED, "wrappers.0.plan.kv_indptr"),
-        (StepsForDraftTokens, Mode.DRAFT_EXTEND_V2, None, 1, FUSED, "wrappers.0.qo_indptr"),
+        (StepsForDraftTokens, Mode.DRAFT_EXTEND_V2, None, 1, FUSED, "qo_indptr"),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
