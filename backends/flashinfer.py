@@ -11,9 +11,10 @@
 
 kv_indptr is the running sum of L, kv_indices lists the slots; FlashInfer's page size is 1 whatever the engine's is. A
 sliding window gives two wrappers: 0 reads the last min(L, window + queries) tokens, through the sliding-window map
-where there is one (whose window is a quarter of the context unless config.window says), 1 reads all. Encoder-decoder models have two as well: 0 reads L tokens behind the encoder's, 1 the
-encoder's. In draft decode the multi_step_draft wrapper fills the lists of all steps, of B * K branches, and only the
-plans are left to `FlashInferDraftStep`. Source: specs of SGLang's flashinfer backend.
+where there is one (a quarter of the context then, unless config.window says how many), 1 reads all. Encoder-decoder
+models have two as well: 0 reads L tokens behind the encoder's, 1 the encoder's. In draft decode the multi_step_draft
+wrapper fills the lists of all steps, of B * K branches, and only the plans are left to `FlashInferDraftStep`. Source:
+specs of SGLang's flashinfer backend.
 
 No graph can hold the plan: a host planner divides the lengths of `seq_lens_cpu` into tiles before every replay. Ours
 stands in for FlashInfer's; its work list stays on the host. What it plans with must be what the device list was built
