@@ -34,7 +34,7 @@ class ForwardMode(str, Enum):
 
 
 class Implementation(str, Enum):
-    """Who rebuilds the metadata: PyTorch ops, those compiled, our kernel, or the kernel of an engine found installed."""
+    """Who rebuilds the metadata: PyTorch ops, those compiled, our kernel, or that of an engine found installed."""
 
     ATEN = "aten"
     COMPILE = "compile"

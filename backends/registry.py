@@ -326,8 +326,8 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="B",
         modes=DECODE_MODES + SPEC_MODES,
         target=".deepseek_v4_hip_radix:DeepseekV4HipRadixBackend",
-        note="metadata only, on the device at hand: no HIP kernel or AITER indexer is run, compressor plans are reference "
-        "ones; pages and window as deepseek_v4; verify and draft extend dispatch 4 more per further request",
+        note="metadata only, on the device at hand: no HIP kernel or AITER indexer is run, compressor plans are "
+        "reference ones; pages and window as deepseek_v4; verify and draft extend dispatch 4 more per further request",
         lens="int64",
         dispatches={
             "decode": (None, 67),

@@ -33,7 +33,8 @@ FOLDER = "plots"
 DPI = 150
 MOST_PANELS = 24
 
-# Okabe and Ito's palette, told apart with any common colour vision: warm for aten, cold for fused.
+# Okabe and Ito's palette, told apart with any common colour vision: warm for aten, cold for fused. Peers, which are
+# rarely there, take one left over and two of Tol's muted scheme.
 ARM_COLOURS = {
     "aten-eager": "#D55E00",
     "aten-glue": "#E69F00",
@@ -42,6 +43,9 @@ ARM_COLOURS = {
     "fused-eager": "#56B4E9",
     "fused-glue": "#0072B2",
     "fused-graph": "#009E73",
+    "sglang-eager": "#F0E442",
+    "sglang-glue": "#999933",
+    "sglang-graph": "#882255",
 }
 OTHER_COLOUR = "#7F7F7F"
 LAG_COLOUR, WAIT_COLOUR = "#BBBBBB", "#EEEEEE"

@@ -373,7 +373,7 @@ def _replace_json(path: Path, content: dict) -> None:
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         except BaseException:
-            os.unlink(file.name)
+            Path(file.name).unlink(missing_ok=True)  # gone already, if Ctrl-C came right behind the replacement
             raise
 
 

@@ -41,7 +41,11 @@ def test_it_conforms(cli, acme):
 
 def test_a_wrong_formula_in_it_would_be_noticed(cli, acme):
     module = Path(acme["PYTHONPATH"]) / "acme_attention.py"
-    module.write_text(module.read_text().replace("self.table, b, c.page_size, 0,", "self.table, b, c.page_size, 1,"))
+    right = module.read_text()
+    module.write_text(
+        right.replace("            0,\n            fused_config", "            1,\n            fused_config")
+    )
+    assert module.read_text() != right
     ended = cli(
         "verify", "--backend", "acme", "--mode", "decode", "--device", "cpu", "--check", "C3", env=acme, timeout_s=300
     )
