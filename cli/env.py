@@ -40,22 +40,36 @@ def env(
     from ..profilers.environment import checks, collect
     from ..profilers.nvtx_ranges import range_cost_ns, range_state
 
-    environment = collect(sys.argv, {}, resolve(device))
+    environment = collect(["attn-graph", *sys.argv[1:]], {}, resolve(device))
     found = checks(environment)
-    nvtx = {"nvtx_range_ns": round(range_cost_ns(), 1), "nvtx_state": range_state()}
+    here = {"nvtx_range_ns": round(range_cost_ns(), 1), "nvtx_state": range_state()} | _tuned()
     if as_json:
-        typer.echo(json.dumps(asdict(environment) | nvtx | {"checks": [asdict(c) for c in found]}, indent=2))
+        typer.echo(json.dumps(asdict(environment) | here | {"checks": [asdict(c) for c in found]}, indent=2))
     else:
-        _print_tables(environment, nvtx, found)
+        _print_tables(environment, here, found)
     return ExitCode.FOUND_WRONG if check and any(c.level == "error" for c in found) else ExitCode.OK
 
 
-def _print_tables(environment: Environment, nvtx: dict, found: list[Check]) -> None:
+def _tuned() -> dict:
+    """Where tuned block sizes are looked up first, and how many are found in all tables."""
+    from ..tuning.store import StoreError, saved_entries, user_file
+
+    try:
+        return {"tuned_file": str(user_file()), "tuned_entries": len(saved_entries()[0])}
+    except StoreError as error:
+        return {"tuned_file": str(error), "tuned_entries": 0}
+
+
+def _print_tables(environment: Environment, here: dict, found: list[Check]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
-    console.print(_table(_machine(environment) | {"NVTX range": "{} ns ({})".format(*nvtx.values())}))
+    rows = {
+        "NVTX range": f"{here['nvtx_range_ns']} ns ({here['nvtx_state']})",
+        "tuned block sizes": f"{here['tuned_entries']} in {here['tuned_file']} and shipped tables",
+    }
+    console.print(_table(_machine(environment) | rows))
     for gpu in environment.gpus:
         console.print(_table(gpu))
     for item in found:
