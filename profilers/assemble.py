@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,13 +17,18 @@ ACROSS = ("launch_skew_us", "duration_spread_us", "first_wait_us")
 
 
 def samples_of(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Sample]:
-    """Every sample of one case.
+    """Every sample of one case, marked with the tracer it was taken under, if any.
 
     A CPU shows what the host pays to dispatch PyTorch operations. It has no graph launch, and an interpreted kernel's
     time means nothing: those are rows without numbers.
     """
-    names = list(ranks[0].arms)
-    for name in names:
+    observer = ranks[0].observer
+    for sample in _unmarked(case, ranks):
+        yield sample if observer == sample.observer else replace(sample, observer=observer)
+
+
+def _unmarked(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Sample]:
+    for name in ranks[0].arms:
         arms = {rank: found.arms[name] for rank, found in ranks.items()}
         broken = next((a for a in arms.values() if a.status != "ok"), None)
         if broken is not None:

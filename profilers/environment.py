@@ -31,6 +31,7 @@ from .devices import (
     torch_runtime,
     visible_gpus,
 )
+from .nvtx_ranges import range_state
 from .sample import Environment
 
 LEVELS = ("info", "warning", "error")
@@ -387,6 +388,17 @@ def _gpu_checks(env: Environment) -> Iterator[Check]:
 
 LAUNCH_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL")
 TRACERS = ("CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "KINETO_USE_DAEMON", "HSA_TOOLS_LIB")
+
+
+def attached_tracer(variables: Mapping[str, str] = os.environ) -> str:
+    """What looks over this process's shoulder: ``cuda`` (an injected tracer of the runtime), ``nvtx`` (a tool that
+    receives our ranges) or ``none``. Numbers taken under one are marked with it: tracing a graph launch costs many
+    times the launch."""
+    if any(variables.get(name) for name in TRACERS):
+        return "cuda"
+    return "nvtx" if range_state() == "traced" else "none"
+
+
 _OFF = ("", "0")
 
 

@@ -34,6 +34,7 @@ from .body import BodyShape, DecodeBody
 from .causes import StepCauses, attribute, frozen_gc
 from .clock import monotonic_ns
 from .counters import count
+from .environment import attached_tracer
 from .graphs import CaptureError, GraphFactory, RecordedGraph
 from .nvtx_ranges import StepRanges
 from .ranks import RankContext
@@ -87,11 +88,15 @@ class ArmTimes:
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
-    """One rank's part of one case; `once` holds what needs no ranks (counts, device times, equality), on rank 0."""
+    """One rank's part of one case; `once` holds what needs no ranks (counts, device times, equality), on rank 0.
+
+    `observer` names the tracer that was attached, or is ``none``.
+    """
 
     case_index: int
     arms: dict[str, ArmTimes]
     once: list[Sample]
+    observer: str = "none"
 
 
 @dataclass(slots=True)
@@ -451,7 +456,7 @@ def _measure(
         once += bench.counts() + bench.device_times()
         once += [Sample(n, 0, i, "replay_host_us", v) for n, vs in replays.items() for i, v in enumerate(vs)]
     context.barrier.wait()
-    return RankMeasurement(index, times | bench.failed, once)
+    return RankMeasurement(index, times | bench.failed, once, attached_tracer())
 
 
 def _fingerprint(names: Iterable[str]) -> int:
