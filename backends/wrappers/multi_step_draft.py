@@ -3,6 +3,7 @@
 | family       | inner backends            | replay                                        | step i has          |
 |--------------|---------------------------|-----------------------------------------------|---------------------|
 | shared table | triton                    | one rebuild fills all steps, inners untouched | positions + i + 1   |
+| planned      | flashinfer, _mla, aiter   | the same, then every inner's own hook: a plan | positions + i + 1   |
 | per step     | trtllm_mha, flashattention| every inner's own hook                        | seq_lens + i + 1    |
 | page table   | trtllm_mla, flashmla      | every inner's own hook                        | the inner's rule    |
 | one for all  | dsa                       | one inner, whose metadata every step reads    | seq_lens            |
@@ -18,8 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError, NotCapturedError
+from ..aiter import AiterDraftStep
+from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError, NotCapturedError, tensors_of
 from ..batch import ForwardBatch, Pools
+from ..flashinfer import FlashInferDraftStep
+from ..flashinfer_mla import FlashInferMlaDraftStep
 from ..kernels.csr_metadata import CsrConfig, default_config
 from ..kernels.draft_kv_indices import launch_draft_kv_indices
 from ..kernels.draft_metadata import DraftMetadata
@@ -27,7 +31,7 @@ from ..kernels.kv_splits import launch_kv_splits
 from ..modes import ForwardMode, Implementation, TailPolicy
 from ..oracle import Expected, HostBatch, HostPools, multi_step_draft
 from ..registry import lookup
-from ..triton import TritonDraftStep, check_index_space, split_rule
+from ..triton import TritonDraftStep, check_index_space, numpy_type, split_rule
 from .forwarding import Forwarding
 
 Mode = ForwardMode
@@ -38,16 +42,30 @@ class Family:
     """How a kind of inner backend is used.
 
     Attributes:
-        shares_tables: the wrapper owns and fills the tables of all steps.
+        step: class of an inner backend whose tables the wrapper owns and fills, for all steps at once. None: the
+            registered backend, which has tables of its own.
+        index: dtype of the shared index lists.
+        splits: the shared tables include split counts.
+        plans: inner backends still do their own work at replay, on the shared tables.
         one_for_all: the steps do not differ, one inner serves them.
     """
 
-    shares_tables: bool = False
+    step: type[AttentionBackend] | None = None
+    index: torch.dtype = torch.int32
+    splits: bool = False
+    plans: bool = False
     one_for_all: bool = False
+
+    @property
+    def shares_tables(self) -> bool:
+        return self.step is not None
 
 
 FAMILIES = {
-    "triton": Family(shares_tables=True),
+    "triton": Family(TritonDraftStep, torch.int64, splits=True),
+    "flashinfer": Family(FlashInferDraftStep, plans=True),
+    "flashinfer_mla": Family(FlashInferMlaDraftStep, plans=True),
+    "aiter": Family(AiterDraftStep, plans=True),
     "trtllm_mha": Family(),
     "flashattention": Family(),
     "trtllm_mla": Family(),
@@ -82,7 +100,7 @@ class MultiStepDraft(Forwarding):
         self.family, steps = FAMILIES[name], config.draft_steps
         if steps < 1:
             raise ConfigError(f"multi_step_draft needs draft_steps of at least 1, got {steps}")
-        inner = TritonDraftStep if self.family.shares_tables else lookup(name).load()
+        inner = self.family.step or lookup(name).load()
         served = min(steps - 1, 1) if self.family.one_for_all else steps - 1
         self._inners = [
             inner(replace(config, step_id=i), pools, implementation, recorded=recorded, tail=tail)
@@ -109,7 +127,8 @@ class MultiStepDraft(Forwarding):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.max_bs = max_bs
         if self.family.shares_tables:
-            self.tables = DraftTables(self.config, self.pools, max_bs)
+            self.tables = DraftTables(self.config, self.pools, max_bs, self.family)
+        if self.family.splits:
             for inner in self._inners:
                 inner.adopt(self.tables.num_kv_splits)
         self.forward_hook("init_cuda_graph_state", max_bs, max_num_tokens)
@@ -122,13 +141,13 @@ class MultiStepDraft(Forwarding):
                 self.tables.bind(fb)
         elif key not in self.metadata:
             raise NotCapturedError(self._not_captured(*key))
-        if in_capture or not self.family.shares_tables:
+        if not self.recorded:  # first, as inner backends may read the tables
+            self._rebuild(fb, self.metadata.get(key, {}))
+        if in_capture or not self.family.shares_tables or self.family.plans:
             self.forward_hook("init_forward_metadata_out_graph", fb, in_capture=in_capture)
         if in_capture:
             self.metadata[key] = self.bind(fb)
         self.forward_metadata = self.metadata[key]
-        if not self.recorded:
-            self._rebuild(fb, self.forward_metadata)
 
     def init_forward_metadata_in_graph(self, fb: ForwardBatch) -> None:
         if self.recorded:
@@ -137,14 +156,19 @@ class MultiStepDraft(Forwarding):
 
     def seen_by(self, child: int, fb: ForwardBatch) -> ForwardBatch:
         """The batch of one step: its own column of the write slots and, with shared tables, its own rows."""
-        rows, steps = fb.batch_size * max(self.config.topk, 1), self.config.draft_steps
         slots, spec = fb.out_cache_loc, fb.spec_info
-        if self.pools.writes_swa and self.config.topk <= 1 and slots is not None and slots.shape[0] > rows:
-            slots = slots[child::steps]
+        if slots is not None and self.pools.writes_swa:
+            slots = self._column(slots, child, fb)
         if self.tables is not None:
-            indptr, indices = self.tables.views(fb, child)
+            indptr, indices = self.tables.views[fb.batch_size][child]
             spec = replace(spec, kv_indptr=indptr, kv_indices=indices)
         return replace(fb, out_cache_loc=slots, spec_info=spec, encoder_lens=None)
+
+    def _column(self, slots: torch.Tensor, step: int, fb: ForwardBatch) -> torch.Tensor:
+        """What one step writes, of the slots of all steps, padded or not. Those of one step are taken as they are."""
+        steps, live = self.config.draft_steps, fb.batch_size - (fb.num_padding or 0)
+        every = self.config.topk <= 1 and slots.shape[0] in (fb.batch_size * steps, live * steps)
+        return slots[step::steps] if every else slots
 
     def bind(self, fb: ForwardBatch) -> dict[str, object]:
         return {f"step{i}": inner.metadata[fb.forward_mode, fb.batch_size] for i, inner in enumerate(self._inners)}
@@ -163,16 +187,24 @@ class MultiStepDraft(Forwarding):
             self.tables.fused[fb.batch_size](fb.req_pool_indices, fb.seq_lens, fb.positions)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
-        if self.tables is not None:
-            return self.tables.expected(batch, pools)
-        steps, fields = self.config.draft_steps, {}
+        fields = {}
         for i, inner in enumerate(self._inners):
-            slots = batch.out_cache_loc
-            if pools.swa_write and pools.full_to_swa is not None and len(slots) > batch.live_requests:
-                slots = slots[i::steps]
-            seen = replace(batch, out_cache_loc=slots)
-            fields |= {f"step{i}.{name}": want for name, want in inner.expected(seen, pools).items()}
+            seen = batch
+            if self.pools.writes_swa and self.config.topk <= 1:
+                seen = multi_step_draft.batch_of_step(batch, i, self.config.draft_steps)
+            step = inner.expected(seen, pools) if self.tables is None else self._expected_of_tables(i, seen, pools)
+            fields |= {f"step{i}.{name}": want for name, want in step.items()}
         return fields
+
+    def _expected_of_tables(self, step: int, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
+        """The shared tables, and what aiter makes of them: the metadata of a decode step of that length."""
+        inner, derived = self._inners[step], {}
+        if isinstance(inner, AiterDraftStep):
+            lens = batch.positions[:: self.tables.topk] + step + 1
+            derived = inner.expected(replace(batch, seq_lens=lens), pools)
+        md = inner.metadata[Mode(batch.mode), len(batch.seq_lens)]
+        shapes = {path: (tuple(x.shape), numpy_type(x.dtype)) for path, x in tensors_of(md).items()}
+        return derived | self.tables.expected(step, batch, pools, shapes)
 
 
 class DraftTables:
@@ -182,7 +214,7 @@ class DraftTables:
         ConfigError: int32 offsets cannot address a row, or req_to_token has no room for the draft slots.
     """
 
-    def __init__(self, config: AttentionConfig, pools: Pools, max_bs: int) -> None:
+    def __init__(self, config: AttentionConfig, pools: Pools, max_bs: int, family: Family) -> None:
         self.config, self.pools = config, pools
         self.topk, self.steps = max(config.topk, 1), config.draft_steps
         self.longest = config.max_context + self.steps  # a branch's prefix and its draft tokens
@@ -195,11 +227,15 @@ class DraftTables:
             )
         device, branches = pools.req_to_token.device, max_bs * self.topk
         self.max_bs = max_bs
-        self.splits = split_rule(config, device)
+        self.splits = self.num_kv_splits = None
+        if family.splits:
+            self.splits = split_rule(config, device)
+            self.num_kv_splits = torch.full((branches,), self.splits.max_splits, dtype=torch.int32, device=device)
         self.kv_indptr = torch.zeros(self.steps, branches + 1, dtype=torch.int32, device=device)
-        self.kv_indices = torch.zeros(self.steps, branches * self.longest, dtype=torch.int64, device=device)
-        self.num_kv_splits = torch.full((branches,), self.splits.max_splits, dtype=torch.int32, device=device)
+        self.kv_indices = torch.zeros(self.steps, branches * self.longest, dtype=family.index, device=device)
         self.fused: dict[int, DraftMetadata] = {}
+        self.views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By captured size: indptr and index list of each step, as long as that size can need in any batch."""
 
     def bind(self, fb: ForwardBatch) -> None:
         """Prepare the launch of one captured size.
@@ -215,6 +251,10 @@ class DraftTables:
             raise ConfigError(
                 f"positions has {found} entries, {b} requests of {self.topk} branches need {b * self.topk}"
             )
+        branches = b * self.topk
+        self.views[b] = [
+            (self.kv_indptr[i, : branches + 1], self.kv_indices[i, : branches * self.longest]) for i in range(served)
+        ]
         self.fused[b] = DraftMetadata(
             self.kernel_config(b), self.pools.req_to_token, self.kv_indices[:served], self.kv_indptr[:served], b,
             self.topk, self.config.page_size, self.steps, self.num_kv_splits, self.splits,
@@ -224,18 +264,15 @@ class DraftTables:
         """Block sizes for a captured batch size; the tuner's choice if one was given, else the default."""
         return self.config.extra.get("kernel_config") or default_config(bs, self.config.max_context)
 
-    def views(self, fb: ForwardBatch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """indptr and index list of one step: as long as a captured size can need, whatever the batch at hand needs."""
-        branches = fb.batch_size * self.topk
-        return self.kv_indptr[step, : branches + 1], self.kv_indices[step][: branches * self.longest]
-
     def classic(self, fb: ForwardBatch) -> None:
-        """Upstream's two launches: the lists of all S steps, and the split counts that all steps share."""
+        """Upstream's launches: the lists of all S steps, and the split counts, if any, that all steps share."""
         b, rule = fb.batch_size, self.splits
         launch_draft_kv_indices(
             fb.req_pool_indices, self.pools.req_to_token, fb.seq_lens, fb.positions, self.kv_indices, self.kv_indptr,
             self.topk, self.config.page_size, b,
         )  # fmt: skip
+        if rule is None:
+            return
         splits, lens = self.num_kv_splits[: b * self.topk], fb.seq_lens[:b]
         if rule.tile:
             counts = (lens + rule.tile - 1) // rule.tile
@@ -245,24 +282,26 @@ class DraftTables:
         else:
             splits.fill_(rule.max_splits)
 
-    def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
-        """The oracle's word on every step's fields."""
-        c, rule = self.config, self.splits
-        return multi_step_draft.expected(
-            batch,
-            pools,
-            topk=self.topk,
-            steps=self.steps,
-            page_size=c.page_size,
-            capacity=len(batch.seq_lens) * self.topk * self.longest,
-            split_size=self.num_kv_splits.shape[0],
-            splits=dict(
+    def expected(self, step: int, batch: HostBatch, pools: HostPools, shapes) -> dict[str, Expected]:
+        """The oracle's word on one step's fields."""
+        c, rule, splits = self.config, self.splits, None
+        if rule is not None:
+            splits = dict(
                 max_splits=rule.max_splits,
                 cores=rule.cores,
                 num_heads=c.num_heads,
                 num_kv_heads=c.num_kv_heads,
                 tile=rule.tile,
-            ),
+            )
+        return multi_step_draft.expected(
+            batch,
+            pools,
+            shapes=shapes,
+            step=step,
+            topk=self.topk,
+            steps=self.steps,
+            page_size=c.page_size,
+            splits=splits,
         )
 
 
