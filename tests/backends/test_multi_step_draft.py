@@ -261,6 +261,149 @@ def test_a_planned_family_costs_one_launch_for_its_tables_and_one_for_what_each_
         assert (got.dispatches, got.launches, graph.runner.graphs[BUCKET].nodes) == (0, 0, launches)
 
 
+# Steps that differ in where they write.
+
+SLOTS_ONLY = [("deepseek_v4", {}), ("deepseek_v4_hip_radix", {"unified_kv": True})]
+
+
+def v4_config(inner, steps=4, **extra) -> AttentionConfig:
+    return AttentionConfig(
+        page_size=256, max_context=300, draft_tokens=4, topk=1, draft_steps=steps, window=128,
+        extra={"inner": inner, "num_sms": 6, **extra},
+    )  # fmt: skip
+
+
+def v4_replayer(arm, c, cls=MultiStepDraft, pools=None, lens=torch.int64, bucket=BUCKET, slots=None) -> Replayer:
+    wrapper = cls(c, pools or pools_for(c, swa=True), arm.implementation, recorded=arm.placement.value != "eager")
+    return Replayer.capture(
+        wrapper, Mode.DRAFT_DECODE, bucket, arm.placement, lens=lens, slots_per_token=slots or c.draft_steps,
+    )  # fmt: skip
+
+
+def with_all_slots(live, pools, steps):
+    """The batch with the slots of all steps, each request's from a page of its own."""
+    first = 4 * (5 + 40 * np.arange(live.batch_size, dtype=np.int64))
+    return replace(live, out_cache_loc=(first[:, None] + 4 * np.arange(steps)).ravel())
+
+
+@pytest.mark.parametrize("lens", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("arm", [ATEN, ATEN_GRAPH, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize(("inner", "options"), SLOTS_ONLY, ids=lambda x: x if isinstance(x, str) else "")
+def test_steps_share_the_first_ones_metadata_and_write_to_their_own_column(inner, options, arm, lens):
+    c = v4_config(inner, **options)
+    pools = pools_for(c, swa=True)
+    own = v4_replayer(arm, c, pools=pools, lens=lens)
+    for lengths in ([256, 4, 255], [128], [8, 12]):
+        live = with_all_slots(batch_of(c, lengths, pools), pools, c.draft_steps)
+        assert own.differences(live) == []
+        for step in range(3):
+            md = own.backend.inner(step).forward_metadata
+            column = live.out_cache_loc.reshape(-1, 4)[:, step]
+            n = len(lengths)
+            assert md is own.backend.forward_metadata[f"step{step}"]
+            assert md.raw_out_loc.tolist() == [*column, *[0] * (BUCKET - n)] and md.raw_out_loc.dtype is lens
+            assert md.swa_out_cache_loc[:n].tolist() == pools.full_to_swa[torch.from_numpy(column)].tolist()
+            ends = [s // 4 if length % 4 == 0 else 0 for s, length in zip(column, lengths, strict=True)]
+            assert md.c4_out_loc[:n].tolist() == ends and any(ends)
+
+
+@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+def test_slots_of_one_step_serve_every_step_as_they_are(arm):
+    c = v4_config("deepseek_v4", steps=3)
+    own = v4_replayer(arm, c, bucket=2, slots=1)
+    assert own.differences(batch_of(c, [17, 260], own.backend.pools)) == []
+
+
+def test_steps_alias_what_their_wrapper_says_and_nothing_else():
+    own = v4_replayer(FUSED, v4_config("deepseek_v4_hip_radix", unified_kv=True))
+    at: dict[int, set[str]] = {}
+    for path, t in tensors_of(own.backend.metadata[Mode.DRAFT_DECODE, BUCKET]).items():
+        at.setdefault(t.data_ptr(), set()).add(path)
+    groups = own.backend.allowances.aliases
+    for names in at.values():
+        assert len(names) == 1 or frozenset(names) in groups
+    schedules = [own.backend.inner(i).forward_metadata for i in range(3)]
+    assert len({id(md) for md in schedules}) == 3
+
+
+def test_each_steps_attention_fills_a_schedule_of_its_own_again_after_a_warm_up():
+    own = v4_replayer(FUSED, v4_config("deepseek_v4"))
+    before = [own.backend.inner(i).forward_metadata.c1_flashmla_metadata for i in range(3)]
+    own.backend.on_after_cuda_graph_warmup()
+    after = [own.backend.inner(i).forward_metadata.c1_flashmla_metadata for i in range(3)]
+    assert len({id(schedule) for schedule in before + after}) == 6
+
+
+def test_steps_that_differ_in_slots_only_cost_one_rebuild_and_one_launch_more():
+    for steps, launches in ((2, 1), (3, 2), (5, 2)):
+        c = v4_config("deepseek_v4", steps)
+        pools = pools_for(c, swa=True)
+        live = with_all_slots(batch_of(c, [33, 64], pools), pools, steps)
+        eager, graph = (v4_replayer(arm, c, pools=pools) for arm in (FUSED, FUSED_GRAPH))
+        for own, wanted in ((eager, launches), (graph, 0)):
+            got = own.counts(live)  # inner 0's view of its column is all that is dispatched
+            assert (got.dispatches, got.views, got.syncs, got.launches) == (1, 1, 0, wanted)
+        assert graph.runner.graphs[BUCKET].nodes == launches
+
+
+@pytest.mark.parametrize("path", [p for p in cases("deepseek_v4") if "_draft_" in p.name], ids=lambda p: p.stem)
+@pytest.mark.parametrize("arm", [ATEN, FUSED_GRAPH], ids=str)
+def test_recorded_cases_of_slots_only_families_are_reproduced(path, arm):
+    """But for locations: upstream's are the first B of all slots, which is no step's column."""
+    golden = Golden(path)
+    c = golden.config
+    wrapper = MultiStepDraft(
+        golden.attention_config(inner="deepseek_v4", num_sms=12), golden.pools(), arm.implementation,
+        recorded=arm is FUSED_GRAPH,
+    )  # fmt: skip
+    lens = getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch."))
+    own = Replayer.capture(
+        wrapper, Mode.DRAFT_DECODE, c["B"], arm.placement, fill=c["fill"], lens=lens, slots_per_token=c["S"]
+    )
+    wrong = 0
+    for i in range(c["replays"]):
+        slots = golden.data[f"r{i}/in/out_cache_loc"]
+        live = replace(golden.live(i), out_cache_loc=slots)
+        assert own.differences(live, i) == []
+        for step in range(c["S"] - 1):
+            compared = 0
+            for name, got in tensors_of(own.backend.forward_metadata[f"step{step}"]).items():
+                key = f"r{i}/out/step{step}.{name}"
+                if key not in golden.data or name == "c4_sparse_page_indices":
+                    continue
+                got, wanted = got.cpu().numpy(), golden.data[key]
+                if name in ("raw_out_loc", "c4_out_loc", "c128_out_loc"):
+                    wrong += not np.array_equal(got, wanted)
+                    continue
+                np.testing.assert_array_equal(got, wanted, err_msg=key)
+                compared += 1
+            assert compared >= 10, compared
+    assert wrong > 0
+
+
+class FirstOfAllSlots(MultiStepDraft):
+    """Upstream: every step gets the first B entries of the slots of all steps."""
+
+    def rebuild_aten(self, fb, md):
+        super().rebuild_aten(replace(fb, out_cache_loc=fb.out_cache_loc[: fb.batch_size]), md)
+
+
+class FollowersLeftAlone(MultiStepDraft):
+    """Steps behind the first keep the locations of an earlier batch, as upstream's last one does."""
+
+    def rebuild_aten(self, fb, md):
+        pass
+
+
+@pytest.mark.parametrize("fault", [FirstOfAllSlots, FollowersLeftAlone])
+def test_locations_of_no_step_and_of_an_earlier_batch_are_found(fault):
+    c = v4_config("deepseek_v4")
+    own = v4_replayer(ATEN, c, fault)
+    live = with_all_slots(batch_of(c, [256, 4, 255], own.backend.pools), own.backend.pools, 4)
+    lines = own.differences(live)
+    assert lines and all(line.startswith(("step1.", "step2.")) and "out" in line for line in lines)
+
+
 def batch_of(c, lengths, pools):
     return live_batch(
         Mode.DRAFT_DECODE, lengths, 2 + np.arange(len(lengths)), pools, max(c.topk, 1), np.random.default_rng(0),
@@ -444,9 +587,10 @@ def test_at_the_context_limit_no_step_reaches_into_the_next_ones_row():
     assert ends == [3 * 2 * 41, 3 * 2 * 42] and own.backend.tables.kv_indices.shape[1] == 3 * 2 * 43
 
 
-def test_one_step_has_no_inner_backend_and_nothing_to_do():
+@pytest.mark.parametrize("inner", ["triton", "flashinfer", "deepseek_v4"])
+def test_one_step_has_no_inner_backend_and_nothing_to_do(inner):
     """A23."""
-    own = replayer(FUSED_GRAPH, config(steps=1))
+    own = replayer(FUSED_GRAPH, config(inner, steps=1))
     own.load(batch_of(own.backend.config, [5], own.backend.pools))
     own.runner.replay()
     assert own.backend.children == [] and own.backend.forward_metadata == {} and own.backend.seq_len_fill_value == 1
