@@ -238,34 +238,59 @@ def _do(task: Task) -> Iterator[Finding]:
 
 
 def _subjects(task: Task, device: torch.device) -> tuple[list[Subject], list[Subject], list[str]]:
-    """What a mode of a backend is looked at on, the probes among it, and why other sizes were refused."""
+    """What a mode of a backend is looked at on, the probes among it, and why other sizes were refused.
+
+    Some backends take one page size only, or need a window. The first sizes that they refuse are tried with other
+    pages and the window switched, until there are two subjects.
+    """
     subjects, probes, refused = [], [], []
-    taken: dict[tuple, Sizes] = {}
-    for seed, size in enumerate(full_sizes(task.mode, device) if task.full else quick_sizes(task.mode)):
-        try:
-            subject = size.subject(task.backend, task.mode, device, task.arms, seed)
-            if size.swa and not has_window_fields(subject):
-                if (size.page_size, size.buckets) in taken:
-                    continue  # what was looked at without a window already
-                subject = replace(size, swa=False).subject(task.backend, task.mode, device, task.arms, seed)
-        except ConfigError as error:
-            refused.append(str(error))
+    taken: set[Sizes] = set()
+    for seed, wanted in enumerate(full_sizes(task.mode, device) if task.full else quick_sizes(task.mode)):
+        others = _variants(wanted) if len(subjects) < 2 else ()
+        made, why = _first_possible(task, (wanted, *others), device, seed)
+        if made is None:
+            refused.append(why)
             continue
-        taken[size.page_size, size.buckets] = size
+        size, subject = made
+        if size in taken:
+            continue  # the same as another that was switched, or as one without a window
+        taken.add(size)
         subjects.append(subject)
         if size.probe:
             probes.append(subject)
-    if subjects and not probes:  # one page size only, and not the probes': small batches of it take their place
-        size = replace(next(iter(taken.values())), buckets=(2, 3), swa=subjects[0].case.swa, steps=4)
-        probes = [size.subject(task.backend, task.mode, device, task.arms, 0)]
-        subjects += probes
     return subjects, probes, refused
+
+
+def _first_possible(
+    task: Task, sizes: Iterable[Sizes], device: torch.device, seed: int
+) -> tuple[tuple[Sizes, Subject] | None, str]:
+    """The first of `sizes` that the backend takes, with its subject; and why it refused the one before all others."""
+    why = ""
+    for size in sizes:
+        try:
+            subject = size.subject(task.backend, task.mode, device, task.arms, seed)
+            if size.swa and not has_window_fields(subject):
+                size = replace(size, swa=False)
+                subject = size.subject(task.backend, task.mode, device, task.arms, seed)
+            return (size, subject), why
+        except ConfigError as error:
+            why = why or str(error)
+    return None, why
+
+
+def _variants(size: Sizes) -> Iterator[Sizes]:
+    for page in (64, 128, 256):
+        for swa in (size.swa, not size.swa):
+            yield replace(size, page_size=page, swa=swa, max_context=max(size.max_context, 5 * page + 20))
 
 
 def has_window_fields(subject: Subject) -> bool:
     """Whether a sliding-window pool changes what this backend's metadata is made of."""
     plain = subject.but(case=replace(subject.case, swa=False), pools=replace(subject.pools, full_to_swa=None))
-    with_window, without = (s.rig(CHEAPEST, buckets=[1]).metadata(1) for s in (subject, plain))
+    try:
+        with_window, without = (s.rig(CHEAPEST, buckets=[1]).metadata(1) for s in (subject, plain))
+    except ConfigError:
+        return True  # it cannot do without one
     return tensors_of(with_window).keys() != tensors_of(without).keys()
 
 
