@@ -306,7 +306,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="-",
         modes=("draft_decode",),
         target=".wrappers.multi_step_draft:MultiStepDraft",
-        note="over triton, trtllm_mha, flashattention, trtllm_mla, flashmla and dsa; counts are triton's",
+        note="over the backends whose drafts take a step each; counts are triton's",
         dispatches={"draft_decode": (2, 2)},
     ),
     BackendInfo(
