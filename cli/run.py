@@ -79,20 +79,28 @@ class Run:
         environment = collect(
             ["attn-graph", *sys.argv[1:]], self._options(), self.device, tp=max(case.tp for case in cases)
         )
-        with RunWriter(self.folder, environment, self.resume) as writer:
-            self._write_refused(writer)
-            todo = [(i, case) for i, case in enumerate(cases) if case.key not in writer.done_cases()]
-            tuned, notes = self._tuned([case for _, case in todo])
-            try:
-                with self._progress(len(todo)) as advance:
-                    for ranks in sorted({case.tp for _, case in todo}):
-                        self._measure_with(ranks, [(i, c) for i, c in todo if c.tp == ranks], writer, tuned, advance)
-            except RankFailure as failure:
-                writer.warn(str(failure))
-                writer.finish("failed")
-                trace = f"\n{failure.traceback}" if failure.traceback else ""
-                return Outcome(ExitCode.FOUND_WRONG, f"{failure}{trace}", notes)
+        notes: tuple[str, ...] = ()
+        try:
+            with RunWriter(self.folder, environment, self.resume) as writer:
+                self._write_refused(writer)
+                todo = [(i, case) for i, case in enumerate(cases) if case.key not in writer.done_cases()]
+                tuned, notes = self._tuned([case for _, case in todo])
+                self._measure_all(todo, writer, tuned)
+        except RankFailure as failure:  # outside, so that leaving the writer by it marks the run failed
+            trace = f"\n{failure.traceback}" if failure.traceback else ""
+            return Outcome(ExitCode.FOUND_WRONG, f"{failure}{trace}", notes)
         return Outcome(ExitCode.OK, notes=notes)
+
+    def _measure_all(self, todo: list[tuple[int, Case]], writer: RunWriter, tuned: dict) -> None:
+        from ..profilers.ranks import RankFailure
+
+        with self._progress(len(todo)) as advance:
+            for ranks in sorted({case.tp for _, case in todo}):
+                try:
+                    self._measure_with(ranks, [(i, c) for i, c in todo if c.tp == ranks], writer, tuned, advance)
+                except RankFailure as failure:
+                    writer.warn(str(failure))
+                    raise
 
     def _write_refused(self, writer: RunWriter) -> None:
         """A case that its backend refuses is a row with the reason, so that a sweep shows what it left out."""
