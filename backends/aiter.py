@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .aten_ops import check_slots, copy_live_mask, write_running_sum, write_swa_slots
+from .aten_ops import check_mask_as_captured, check_slots, copy_live_mask, write_running_sum, write_swa_slots
 from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .flashinfer import step_lists
@@ -481,9 +481,7 @@ class AiterBackend(AttentionBackend):
 
     def _live_mask(self, fb: ForwardBatch, md: AiterMetadata) -> torch.Tensor | None:
         mask = fb.spec_info.custom_mask
-        if (mask is None) is not (md.custom_mask is None):
-            had = "without" if md.custom_mask is None else "with"
-            raise ConfigError(f"captured {had} a custom_mask, replayed {'without' if mask is None else 'with'} one")
+        check_mask_as_captured(mask, md.custom_mask)
         if mask is not None:
             self._check_mask(mask)
         return mask

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .aten_ops import check_slots
 from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.ascend_metadata import PreparedAscendMetadata
@@ -160,7 +161,7 @@ class AscendBackend(AttentionBackend):
     def rebuild_aten(self, fb: ForwardBatch, md: AscendMetadata) -> None:
         b, offset, page_size = fb.batch_size, self._offset(fb.forward_mode), self.config.page_size
         if md.swa_out_cache_loc is not None:
-            n = self._checked_slots(fb, md)
+            n = check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
             self.swa_out_buffer[n:].zero_()
             self.swa_out_buffer[:n].copy_(self.pools.full_to_swa[fb.out_cache_loc])
         mirror = fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu
@@ -184,7 +185,7 @@ class AscendBackend(AttentionBackend):
     def rebuild_aten_static(self, fb: ForwardBatch, md: AscendMetadata) -> None:
         b, page_size = fb.batch_size, self.config.page_size
         if md.swa_out_cache_loc is not None:
-            n = self._checked_slots(fb, md)
+            n = check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
             md.swa_out_cache_loc[n:].zero_()
             md.swa_out_cache_loc[:n].copy_(self.pools.full_to_swa[fb.out_cache_loc])
         md.seq_lens.copy_(fb.seq_lens[:b] + self._offset(fb.forward_mode))
@@ -205,7 +206,7 @@ class AscendBackend(AttentionBackend):
 
     def rebuild_fused(self, fb: ForwardBatch, md: AscendMetadata) -> None:
         if md.swa_out_cache_loc is not None:
-            self._checked_slots(fb, md)
+            check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
         md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
@@ -234,12 +235,6 @@ class AscendBackend(AttentionBackend):
                 f"{self.config.table_columns} (max_context {self.config.max_context})"
             )
         return columns
-
-    def _checked_slots(self, fb: ForwardBatch, md: AscendMetadata) -> int:
-        n, room = fb.out_cache_loc.shape[0], md.swa_out_cache_loc.shape[0]
-        if n > room:
-            raise ConfigError(f"out_cache_loc has {n} slots, swa_out_cache_loc {room} at batch size {fb.batch_size}")
-        return n
 
 
 def _multiples(step: int, count: int) -> list[int]:

@@ -53,6 +53,17 @@ def check_slots(out_cache_loc: torch.Tensor, buffer: torch.Tensor) -> int:
     return n
 
 
+def check_mask_as_captured(mask: torch.Tensor | None, captured: torch.Tensor | None) -> None:
+    """A captured graph reads a tree mask, or none; a replay cannot change that.
+
+    Raises:
+        ConfigError: one has a mask and the other has not.
+    """
+    if (mask is None) is not (captured is None):
+        had, has = ("without" if x is None else "with" for x in (captured, mask))
+        raise ConfigError(f"captured {had} a custom_mask, replayed {has} one")
+
+
 def padded_mask(mask: torch.Tensor, cells: int) -> torch.Tensor:
     """The tree mask, `cells` long: padding rows have none in it, and see everything."""
     missing = cells - mask.shape[0]

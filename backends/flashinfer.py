@@ -28,7 +28,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .aten_ops import check_slots, padded_mask, refill_swa_slots, translate_in_place, write_running_sum
+from .aten_ops import (
+    check_mask_as_captured,
+    check_slots,
+    padded_mask,
+    refill_swa_slots,
+    translate_in_place,
+    write_running_sum,
+)
 from .base import Allowances, AttentionBackend, AttentionConfig, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .host_arrays import host_array
@@ -431,9 +438,7 @@ class FlashInferBackend(AttentionBackend):
         mask, bound = fb.spec_info.custom_mask, md.wrappers[0].custom_mask
         if fb.forward_mode is not Mode.TARGET_VERIFY:
             return None
-        if (mask is None) is not (bound is None):
-            had = "without" if bound is None else "with"
-            raise ConfigError(f"captured {had} a custom_mask, replayed {'without' if mask is None else 'with'} one")
+        check_mask_as_captured(mask, bound)
         return mask
 
     def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:

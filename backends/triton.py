@@ -20,7 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .aten_ops import check_slots, copy_live_mask, translate_in_place, write_running_sum, write_swa_slots
+from .aten_ops import (
+    check_mask_as_captured,
+    check_slots,
+    copy_live_mask,
+    translate_in_place,
+    write_running_sum,
+    write_swa_slots,
+)
 from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .kernels.csr_metadata import CsrConfig, CsrMetadata, CsrTables, default_config
@@ -356,9 +363,7 @@ class TritonBackend(AttentionBackend):
 
     def _live_mask(self, fb: ForwardBatch, md: TritonMetadata) -> torch.Tensor | None:
         mask = fb.spec_info.custom_mask
-        if (mask is None) is not (md.custom_mask is None):
-            had = "without" if md.custom_mask is None else "with"
-            raise ConfigError(f"captured {had} a custom_mask, replayed {'without' if mask is None else 'with'} one")
+        check_mask_as_captured(mask, md.custom_mask)
         if mask is not None:
             self._check_mask(mask)
         return mask
