@@ -318,7 +318,7 @@ class CaseBench:
                 found += _device_samples(name, metric, marginal_us(body, device=self.device, cold=cold))
         return found
 
-    def _prep_is_real(self, built: BuiltArm) -> bool:
+    def prep_is_real(self, built: BuiltArm) -> bool:
         """Whether the host time of this arm's rebuild is what it would be with a GPU behind it."""
         if self.device.type == "cuda" or built.arm.implementation is Implementation.COMPILE:
             return True
@@ -341,7 +341,7 @@ class CaseBench:
                 for i in range(len(names)):
                     timers[names[(i + step) % len(names)]].run(step, inputs)
         return {
-            n: replace(timers[n].result(self.settings.warmup), prep_is_real=self._prep_is_real(self.built[n]))
+            n: replace(timers[n].result(self.settings.warmup), prep_is_real=self.prep_is_real(self.built[n]))
             for n in names
         }
 
