@@ -31,20 +31,31 @@ class Graph(Protocol):
     def nodes(self) -> int | None: ...
 
 
+class MemoryPool:
+    """Memory for graphs that never run at the same time."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def replace(self) -> None:
+        """A capture that failed leaves its pool recording, and PyTorch refuses it to every later one."""
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 class CudaGraph:
     """One captured graph. `launch` goes to the driver directly, `replay` through PyTorch's wrapper.
 
     Args:
         stream: stream to capture on and to launch on; graphs of one process share it.
-        pool: memory pool handle shared by graphs that never run at the same time.
+        pool: shared with other graphs; one of its own if None.
     """
 
     kind = "cuda"
 
-    def __init__(self, stream: torch.cuda.Stream, pool: tuple[int, int] | None = None) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pool: MemoryPool | None = None) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._stream = stream
-        self._pool = pool
+        self._pool = pool or MemoryPool()
         self.captured = False
         self.raw = False
         self.launch: Callable[[], None] = self._not_captured
@@ -68,7 +79,7 @@ class CudaGraph:
                 with (
                     warnings.catch_warnings(),
                     torch.cuda.graph(
-                        self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                        self._graph, pool=self._pool.handle, stream=self._stream, capture_error_mode="thread_local"
                     ),
                 ):
                     # An eager arm without a body has nothing to record, and that is what it measures.
@@ -76,6 +87,8 @@ class CudaGraph:
                     body()
             except RuntimeError as error:
                 torch.cuda.synchronize()
+                self._graph = torch.cuda.CUDAGraph()
+                self._pool.replace()
                 raise CaptureError(f"capture failed: {error}") from error
         self.captured = True
         self._bind_launch()
@@ -119,7 +132,7 @@ class GraphFactory:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self.stream = torch.cuda.Stream()
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool = MemoryPool()
 
     def __call__(self) -> Graph:
         return RecordedGraph() if self.stream is None else CudaGraph(self.stream, self._pool)

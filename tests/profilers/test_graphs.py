@@ -231,6 +231,11 @@ def test_a_refused_cuda_capture_leaves_the_stream_usable():
     x = torch.ones(4, device="cuda")
     with pytest.raises(CaptureError, match="capture failed"):
         factory().capture(lambda: x.sum().item())
+    graph = factory()
+    for body in (lambda: x.sum().item(), lambda: x.sum().item()):
+        with pytest.raises(CaptureError, match="capture failed"):
+            graph.capture(body)
+    graph.capture(lambda: x.add_(1))  # the object itself can be used again
     graph = captured(factory, lambda: x.add_(1))
     before = x.sum().item()
     launched(factory, graph)
