@@ -29,6 +29,7 @@ from ..backends.batch import (
 from ..backends.modes import Arm, ForwardMode, Implementation, Placement
 from ..backends.registry import lookup
 from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
+from ..backends.tunable import KERNELS
 from .agreement import replay_and_compare
 from .body import BodyShape, DecodeBody
 from .causes import StepCauses, attribute, frozen_gc
@@ -112,9 +113,7 @@ def attention_config(case: Case, kernel_config: dict[str, int] | None = None) ->
     """The fixed part of a case, as a backend wants it."""
     extra = {}
     if kernel_config:
-        from ..backends.kernels.decode_metadata import DecodeMetadataConfig
-
-        extra["kernel_config"] = DecodeMetadataConfig(**kernel_config)
+        extra["kernel_config"] = KERNELS[case.backend].config_of(kernel_config)
     return AttentionConfig(
         page_size=case.page_size,
         max_context=case.max_context,

@@ -60,16 +60,18 @@ class Key:
     columns: int = 1
     mode: str = "decode"
     context: str = ""
+    backend: str = "trtllm_mha"
 
     def __str__(self) -> str:
         swa = "SWA" if self.swa else "no SWA"
         return (
-            f"{self.device}, {self.kernel}, {self.mode}, bucket {self.bucket}, {self.columns} columns, page "
-            f"{self.page_size}, {swa}, context {self.context}, {self.tail}, {self.seq_lens}/{self.req_pool_indices}"
+            f"{self.device}, {self.kernel} of {self.backend}, {self.mode}, bucket {self.bucket}, {self.columns} "
+            f"columns, page {self.page_size}, {swa}, context {self.context}, {self.tail}, "
+            f"{self.seq_lens}/{self.req_pool_indices}"
         )
 
 
-_SHAPE = ("bucket", "columns", "mode", "context")
+_SHAPE = ("bucket", "columns", "mode", "context", "backend")
 _VARIANT = tuple(f.name for f in fields(Key) if f.name not in _SHAPE)
 
 

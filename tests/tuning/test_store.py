@@ -59,7 +59,9 @@ def test_another_gpu_gets_the_default_and_the_key_that_was_searched(folder):
     found = lookup(replace(KEY, device="NVIDIA H100"))
     assert (found.config, found.rule) == (None, DEFAULT)
     line = describe(found)
-    assert line.startswith("Block sizes: default, searched NVIDIA H100, decode_metadata, decode, bucket 64")
+    assert line.startswith(
+        "Block sizes: default, searched NVIDIA H100, decode_metadata of trtllm_mha, decode, bucket 64"
+    )
     assert str(folder / store.FILE) in line
     assert line.endswith("tuned only for NVIDIA H200")
     assert "\n" not in line
@@ -95,6 +97,7 @@ def test_a_large_batch_never_gets_what_was_tuned_for_small_ones(bucket):
         ({"bucket": 128, "columns": 1024}, NEIGHBOUR),
         ({"context": "8192"}, NEIGHBOUR),
         ({"mode": "target_verify"}, NEIGHBOUR),
+        ({"backend": "flashattention"}, NEIGHBOUR),
         ({"page_size": 32}, DEFAULT),
         ({"swa": False}, DEFAULT),
         ({"tail": "zero_tail"}, DEFAULT),
