@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options
-from .errors import ExitCode
+from .errors import CliError, ExitCode
 
 if TYPE_CHECKING:
     from .run import Outcome
@@ -38,6 +38,16 @@ def bench(
         bool, typer.Option("--resume", help="Go on with the run in --out: only what is missing.")
     ] = False,
     tuned: options.Tuned = True,
+    observer: Annotated[
+        str | None,
+        typer.Option(
+            "--observer",
+            metavar="NAMES",
+            help="Measure what watching costs instead: prep, launch and step bare, under each of none, nvtx, "
+            "torch-profiler-cpu, torch-profiler, cupti (comma list, or 'all') and after it, in a process each. "
+            "--steps is the number of rounds. Writes observer.csv and observer_fit.csv.",
+        ),
+    ] = None,
     nvtx: Annotated[bool, typer.Option("--nvtx/--no-nvtx", help="Push NVTX ranges around prep, launch, step.")] = True,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw plots and the HTML report at the end.")
@@ -62,14 +72,14 @@ def bench(
     planned = plan.sweep(
         backend=backend,
         mode=mode,
-        bs=bs or tour.bs,
+        bs=bs or (tour.bs if observer is None else tour.bs.split(",")[-1]),
         context=context or tour.context,
         page_size=page_size,
         max_context=max_context or tour.max_context,
-        swa=swa,
+        swa=swa if observer is None or swa is not None else True,
         topk=topk,
         draft_tokens=draft_tokens,
-        tp=tp or str(tour.ranks),
+        tp=tp or str(tour.ranks if observer is None else 1),
         graph_nodes=graph_nodes,
         graph_branches=graph_branches,
         allreduce_at=allreduce_at,
@@ -77,6 +87,15 @@ def bench(
         seed=seed,
     )
     folder = out or default_folder(where)
+    if observer is not None:
+        from . import observe
+
+        if resume:
+            raise CliError("--observer takes a minute or two and starts anew; leave --resume out")
+        names = observe.observer_names(observer)
+        chosen = observe.ARMS if arm == "all" else plan.arms(arm)
+        observe.ObserverRun(names, planned, chosen, steps, where, folder, quiet=as_json).measure()
+        return observe.finish(folder, plots=plots, as_json=as_json)
     outcome = Run(
         plan=planned,
         arms=plan.arms(arm),

@@ -252,6 +252,52 @@ def backends_overview(tables: RunTables) -> tuple[Figure, str]:
     return figure, f"{note} {tables.gaps('prep_host_us', arms=arms)}".strip()
 
 
+PHASE_COLOURS = {"bare": "#009E73", "during": "#D55E00", "after": "#0072B2", "recaptured": "#56B4E9"}
+BRANCH_MARKERS = {1: "o", 2: "s", 4: "^"}
+
+
+def observer_effect(tables: RunTables) -> tuple[Figure, str]:
+    """Launch of the body by its number of nodes: a panel an observer, a colour a phase, a marker a topology."""
+    from ..profilers.observers import BODY, PHASES, Observation, observer_rows
+
+    rows = [r for r in observer_rows(read_samples(tables.folder)) if r.arm == BODY]
+    observed = {r.observer for r in rows}
+    if observed <= {"none"}:
+        raise NothingToPlot("nothing was measured under an observer; see 'attn-graph bench --observer'")
+    metric = "launch_host_us" if any(r.metric == "launch_host_us" for r in rows) else "replay_host_us"
+    measured = [r for r in rows if r.metric == metric and r.bare_us is not None]
+    whos = list(dict.fromkeys((r.observer, r.teardown) for r in measured))
+    columns = min(4, len(whos))
+    figure = _figure(1.5 + 3 * columns, 1.4 + 2.7 * math.ceil(len(whos) / columns))
+    grid = list(figure.subplots(math.ceil(len(whos) / columns), columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axes, who in zip(grid, whos, strict=False):
+        for phase in PHASES:
+            for branches, marker in BRANCH_MARKERS.items():
+                line = sorted(
+                    (r.graph_nodes, us)
+                    for r in measured
+                    if (r.observer, r.teardown) == who
+                    and r.graph_branches == branches
+                    and (us := getattr(r, f"{phase}_us")) is not None
+                )
+                nodes, medians = [n for n, _ in line], [us for _, us in line]
+                label = phase if branches == 1 else None
+                axes.plot(
+                    nodes, medians, marker=marker, markersize=4, linewidth=1, color=PHASE_COLOURS[phase], label=label
+                )
+        axes.set_title(Observation(*who).title, loc="left")
+        axes.set(yscale="log", xlabel="graph nodes (log)", ylabel="launch, us p50 (log)")
+        axes.grid(True)
+    for axes in grid[len(whos) :]:
+        axes.set_axis_off()
+    _log_x(figure)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    blank = sorted({f"{r.observer} ({STATUS_WORDS[r.status]})" for r in rows if r.bare_us is None})
+    graphs = "" if metric == "launch_host_us" else " No GPU: these are recorded graphs, replayed in Python."
+    note = f"Circles: straight, squares: 2 branches, triangles: 4.{graphs}"
+    return figure, note + (f" No number: {', '.join(blank)}." if blank else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A plot, and what a reader needs to be told about it."""
@@ -300,6 +346,14 @@ PLOTS = (
         backends_overview,
         "One line a backend and mode. Small dots are cases, large dots their median; the length of the line is the "
         "factor between the classic rebuild and the fused one.",
+    ),
+    Plot(
+        "observer",
+        "What watching costs a graph launch",
+        observer_effect,
+        "One panel an observer, each in a process of its own: bare is before it came, during while it watched, after "
+        "when it had left, and recaptured the same on graphs captured after that. Lines that lie on each other are "
+        "the good news; a line that climbs with the nodes is a cost per node, at every launch.",
     ),
 )
 

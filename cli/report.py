@@ -29,13 +29,18 @@ def report(
 
     Example: attn-graph report results/h200
     """
-    from ..profilers.results import read_summary
+    from ..profilers.results import read_samples, read_summary
+    from .observe import is_observer_run, print_tables, write_tables
     from .plots import save_plots
     from .tables import print_summary
 
     plots = save_plots(run)
     path = write_report(run, plots)
-    print_summary(read_summary(run))
+    samples = read_samples(run)
+    if is_observer_run(samples):
+        print_tables(*write_tables(run, samples))
+    else:
+        print_summary(read_summary(run))
     for plot in plots:
         if plot.path is None:
             typer.echo(f"No plot {plot.name}: {plot.note}", err=True)
@@ -52,9 +57,12 @@ def write_report(run: Path, plots: Sequence[PlotResult]) -> Path:
 
     from ..profilers.results import ResultsError, read_environment, read_samples, read_summary
     from . import tables
-    from .tables import arm_rows, case_labels, cases_in
+    from .observe import is_observer_run
+    from .tables import UNTRACED, arm_rows, case_labels, cases_in
 
     summary, samples, environment = read_summary(run), read_samples(run), read_environment(run)
+    if is_observer_run(samples):  # its other rows are in observer.csv and the plot
+        summary = summary[summary["observer"] == UNTRACED]
     shared, labels = case_labels([case for case, _ in cases_in(summary)])
     environments = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
