@@ -106,9 +106,9 @@ def _write(writer: RunWriter, found: dict[Case, list[Sample]]) -> None:
             writer.write_case(case, samples)
 
 
-def is_observer_run(samples: pd.DataFrame) -> bool:
-    """Whether samples were taken by phases of an observer."""
-    return any(" " in label for label in samples["observer"].unique())
+def is_observer_run(rows: pd.DataFrame) -> bool:
+    """Whether rows of a summary, or samples, were taken by phases of an observer."""
+    return any(" " in label for label in rows["observer"].unique())
 
 
 def write_tables(folder: Path, samples: pd.DataFrame) -> tuple[list[ObserverRow], list[LaunchFit]]:

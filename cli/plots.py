@@ -22,6 +22,7 @@ from ..profilers.results import (
     read_summary,
 )
 from ..profilers.sample import Case
+from .observe import is_observer_run
 from .tables import STATUS_WORDS, UNTRACED, arm_order, case_labels, number
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ class RunTables:
 
 
 def save_plots(folder: Path) -> list[PlotResult]:
-    """Draw every plot of PLOTS that the run has numbers for, as PNG and SVG under ``plots/``.
+    """Draw every plot that the run has numbers for, as PNG and SVG under ``plots/``.
+
+    A run under observers has plots of its own: its bare numbers are those of one process, in a case or two.
 
     Raises:
         ResultsError: `folder` is not a run, or cannot be written.
@@ -142,11 +145,12 @@ def save_plots(folder: Path) -> list[PlotResult]:
     import matplotlib
 
     tables = RunTables(Path(folder))
-    tables.summary  # noqa: B018  a folder that is no run is refused before anything is made
+    # Also refuses a folder that is no run before anything is made.
+    observed = is_observer_run(read_summary(folder))
     try:
         (tables.folder / FOLDER).mkdir(exist_ok=True)
         with matplotlib.rc_context(STYLE):
-            return [_save(plot, tables) for plot in PLOTS]
+            return [_save(plot, tables) for plot in (OBSERVER_PLOTS if observed else PLOTS)]
     except OSError as error:
         raise ResultsError(f"cannot write plots to {tables.folder / FOLDER}: {error.strerror}") from error
 
@@ -261,9 +265,8 @@ def observer_effect(tables: RunTables) -> tuple[Figure, str]:
     from ..profilers.observers import BODY, PHASES, Observation, observer_rows
 
     rows = [r for r in observer_rows(read_samples(tables.folder)) if r.arm == BODY]
-    observed = {r.observer for r in rows}
-    if observed <= {"none"}:
-        raise NothingToPlot("nothing was measured under an observer; see 'attn-graph bench --observer'")
+    if not any(r.bare_us is not None for r in rows):
+        raise NothingToPlot("no process came to its measurement")
     metric = "launch_host_us" if any(r.metric == "launch_host_us" for r in rows) else "replay_host_us"
     measured = [r for r in rows if r.metric == metric and r.bare_us is not None]
     whos = list(dict.fromkeys((r.observer, r.teardown) for r in measured))
@@ -347,6 +350,9 @@ PLOTS = (
         "One line a backend and mode. Small dots are cases, large dots their median; the length of the line is the "
         "factor between the classic rebuild and the fused one.",
     ),
+)
+
+OBSERVER_PLOTS = (
     Plot(
         "observer",
         "What watching costs a graph launch",
