@@ -65,7 +65,7 @@ def write_block_row(
         tl.store(pages + at, floor_div(slot, PAGE_SIZE), mask=at < live)
 
 
-@triton.jit(do_not_specialize=["offset", "columns"])
+@triton.jit(do_not_specialize=["offset", "columns", "req_to_token_stride", "table_stride"])  # see decode_metadata
 def _block_table_kernel(
     req_pool_indices, seq_lens, req_to_token, lens, table, offset, columns, req_to_token_stride, table_stride,
     PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr, PREFETCH: tl.constexpr,

@@ -44,15 +44,22 @@ class CsrConfig:
         return asdict(self)
 
 
+FEWEST_TOKENS, MOST_TOKENS = 256, 2048
+"""Tokens of a program's turn: eight a lane are on their way together, at most."""
+PROGRAMS = 512
+"""Programs for the lists of one launch: enough for one long request among short ones, few enough to start at once."""
+
+
 def default_config(bs: int, max_context: int) -> CsrConfig:
     """Block sizes from what is known at capture.
 
-    Index lists move 12 bytes a token, so long batches are bound by memory and want about eight programs on each
-    multiprocessor of a large GPU; more would idle at short contexts.
+    Index lists move 8 or 12 bytes a token, so long batches are bound by memory, and unlike requests by the longest:
+    wide blocks first, then as many programs as PROGRAMS allows.
     """
-    block = 256 if max_context <= 2048 else 1024
-    blocks = triton.cdiv(max_context, block)
-    return CsrConfig(max(1, min(blocks, 1024 // max(bs, 1))), block, 4)
+    programs_per_row = max(PROGRAMS // max(bs, 1), 1)
+    share = -(-max_context // programs_per_row)
+    block = min(max(1 << (share - 1).bit_length(), FEWEST_TOKENS), MOST_TOKENS)
+    return CsrConfig(min(programs_per_row, -(-max_context // block)), block, 8 if block == MOST_TOKENS else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,12 @@ def _kv_lengths(seq_lens, extend_lens, i, mask, offset, HAS_EXTEND: tl.constexpr
     return tl.where(mask, length, 0)
 
 
+# The stride too: with rows known to begin at 16 bytes a lane would load four tokens at once, but lists begin anywhere,
+# so the stores want one; bringing the loads into their order takes a trip through shared memory.
 @triton.jit(
     do_not_specialize=[
         "bs", "offset", "window", "queries", "n_loc", "n_swa_out", "n_mask", "cores", "head_programs", "max_splits",
-        "tile", "width", "capacity", "window_capacity", "mask_capacity", "loc_stride",
+        "tile", "capacity", "window_capacity", "mask_capacity", "req_to_token_stride", "loc_stride",
     ]
 )  # fmt: skip
 def _csr_metadata_kernel(
@@ -112,7 +121,7 @@ def _csr_metadata_kernel(
     kv_indptr, kv_indices, window_kv_indptr, window_kv_indices, window_kv_offsets, num_kv_splits,
     window_num_kv_splits, qo_indptr, mask_indptr, custom_mask, swa_out_cache_loc,
     bs, offset, window, queries, n_loc, n_swa_out, n_mask, cores, head_programs, max_splits, tile,
-    width, capacity, window_capacity, mask_capacity, req_to_token_stride, loc_stride,
+    capacity, window_capacity, mask_capacity, req_to_token_stride, loc_stride,
     HAS_EXTEND: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_QO: tl.constexpr, HAS_MASK_INDPTR: tl.constexpr, COUNT_MASK: tl.constexpr, SPLIT_MODE: tl.constexpr,
     SPLIT_PROGRAMS: tl.constexpr, SLOT_PROGRAMS: tl.constexpr, MASK_PROGRAMS: tl.constexpr,
@@ -147,13 +156,12 @@ def _csr_metadata_kernel(
         row = part // PROGRAMS_PER_ROW
         first = (part % PROGRAMS_PER_ROW) * BLOCK
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
-        # The first table load needs only the pool row, so it is issued before the length has arrived. It may read a
-        # column past the request's tokens, never past the table.
+        # The first table load goes out before the lengths of the requests ahead are summed up: they take as long.
         pool = tl.load(req_pool_indices + row).to(tl.int64)
         length = _kv_lengths(seq_lens, extend_lens, row, row < bs, offset, HAS_EXTEND)
         tokens = req_to_token + pool * req_to_token_stride
         t = first + tl.arange(0, BLOCK)
-        slot = tl.load(tokens + t, mask=t < width, other=0)
+        slot = tl.load(tokens + t, mask=t < length, other=0)
 
         base = tl.full((), 0, tl.int64)
         window_base = tl.full((), 0, tl.int64)
@@ -243,7 +251,7 @@ def _mask_cells(seq_lens, n, queries, SCAN: tl.constexpr):
     return cells
 
 
-VARYING = (0, 1, 2, 5, 6, 7, 23, 25, 35)
+VARYING = (0, 1, 2, 5, 6, 7, 23, 25, 34)
 """Kernel arguments that change from replay to replay: what `CsrMetadata` is called with, and their sizes."""
 
 
@@ -295,7 +303,7 @@ class CsrMetadata:
             given(tables.swa_out_cache_loc),
             bs, offset, tables.window if has_window else NO_LIMIT, tables.queries, 0, n_out, 0,
             rule.cores, rule.head_programs, rule.max_splits, rule.tile,
-            req_to_token.shape[1], tables.kv_indices.shape[0],
+            tables.kv_indices.shape[0],
             tables.window_kv_indices.shape[0] if has_window else 0, mask_capacity, req_to_token.stride(0), 1,
         )  # fmt: skip
         options = {

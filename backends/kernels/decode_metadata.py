@@ -1,11 +1,12 @@
 """Page-table attention metadata in one launch: lengths, both prefix sums, page tables, sliding-window write slots.
 
-Programs, in order: one for the prefix sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each row,
-striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
+Programs, in order: one for the prefix sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each group of
+rows, striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
@@ -40,36 +41,64 @@ _TAILS = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadataConfig:
-    """Block sizes, the tunable part.
+    """Block sizes, the tunable part. Powers of two, but for programs_per_row.
 
     Attributes:
-        programs_per_row: programs that share one row of the page table.
-        block: page columns per program and turn.
+        programs_per_row: programs that share one group of rows of the page table.
+        block: page columns of each row per program and turn.
         num_warps: warps per program.
+        rows: rows of one program. Kernels that build on this one and take one row at a time leave it unread.
+        early: columns that a group's first program reads before it knows the lengths; 0 reads live columns only.
     """
 
     programs_per_row: int
     block: int
     num_warps: int
+    rows: int = 1
+    early: int = 0
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
+FEWEST_COLUMNS, MOST_COLUMNS = 64, 1024
+"""Columns of a program's turn: below, programs cost more than they bring; above, registers run out."""
+ROW_PROGRAMS = 256
+MOST_PROGRAMS = 512
+
+
 def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     """Block sizes from what is known at capture, when lengths are not.
 
-    Several programs share a row, or one multiprocessor walks it alone; an idle program costs about 0.6 ns. On an H200
-    with lengths log-uniform up to 131,072 this is within 6% of the best of 90 settings at batch sizes 1, 8, 64 and
-    256, where one program per row costs up to 2.6 times the best (results/h200/tune.csv).
+    A program costs 0.6 to 1.7 ns on an H200 whether it has work or not, and a multiprocessor looks up one table line a
+    cycle, so a full table is done soonest by about sqrt(cells * 2 / 3) programs; more than MOST_PROGRAMS would cost
+    short batches more than they can bring long ones. Each takes a wide block rather than many turns, as loads of one
+    turn are on their way together; more than four a lane, and the compiler no longer keeps them so. Reading before the
+    lengths are known saves part of a memory round trip, and wastes lines on rows that turn out short: with cold caches
+    many rows cannot afford that.
     """
-    block = 64 if max_seq_pages <= 64 else 128 if max_seq_pages <= 8192 else 256
-    blocks = -(-max_seq_pages // block)
-    wanted = max(1024 // bs, 1) if bs > 128 else max(8, 128 // max(bs, 1))
-    return DecodeMetadataConfig(min(blocks, wanted), block, 1 if block == 64 else 4)
+    rows = min(4, _power_of_two_up_to(max(bs // ROW_PROGRAMS, 1)))
+    programs = min(MOST_PROGRAMS, math.isqrt(2 * bs * max_seq_pages // 3))
+    programs_per_row = min(_power_of_two_up_to(max(programs * rows // bs, 1)), -(-max_seq_pages // FEWEST_COLUMNS))
+    share = -(-max_seq_pages // programs_per_row)
+    block = min(max(1 << (share - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS // rows)
+    return DecodeMetadataConfig(
+        programs_per_row, block, 4 if block > 64 else 1, rows, 0 if rows > 1 else min(block, 128)
+    )
 
 
-@triton.jit(do_not_specialize=["bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride", "loc_stride"])
+def _power_of_two_up_to(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+# Strides too: a stride known to be divisible by 16 makes each lane own four neighbouring cells, and as a mask that ends
+# anywhere forbids wide stores, a warp would write every sector four times.
+@triton.jit(
+    do_not_specialize=[
+        "bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride", "loc_stride", "req_to_token_stride",
+        "page_table_stride", "swa_page_table_stride",
+    ]
+)  # fmt: skip
 def _decode_metadata_kernel(
     req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc, qlens,
     cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_out_cache_loc,
@@ -77,7 +106,8 @@ def _decode_metadata_kernel(
     req_to_token_stride, page_table_stride, swa_page_table_stride, loc_stride,
     PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr, SLOT_PROGRAMS: tl.constexpr,
     Q_MODE: tl.constexpr, TAIL: tl.constexpr, WRITE_CU_ZERO: tl.constexpr,
-    PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, SLOTS: tl.constexpr,
+    PROGRAMS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    SCAN: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid == 0:
@@ -97,39 +127,44 @@ def _decode_metadata_kernel(
         write_swa_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
     else:
         part = pid - 1 - SLOT_PROGRAMS
-        row = part // PROGRAMS_PER_ROW
-        first = (part % PROGRAMS_PER_ROW) * BLOCK
-        # Both loads are independent; the first table load below needs only the pool row, so it is issued before
-        # the length has arrived. It may read a column past the live prefix, never past the table.
-        pool = tl.load(req_pool_indices + row).to(tl.int64)
-        length = tl.load(seq_lens + row).to(tl.int32) + seqlen_offset
-        tokens = req_to_token + pool * req_to_token_stride
-        columns = first + tl.arange(0, BLOCK)
-        slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < max_seq_pages, other=0)
-
+        rows = part // PROGRAMS_PER_ROW * ROWS + tl.arange(0, ROWS)
+        part = part % PROGRAMS_PER_ROW
+        real = rows < bs
+        # Pool rows and lengths arrive together; a table load that needs the pool row only need not wait for both.
+        pool = tl.load(req_pool_indices + rows, mask=real, other=0).to(tl.int64)
+        length = tl.load(seq_lens + rows, mask=real, other=0).to(tl.int32) + seqlen_offset
+        tokens = (req_to_token + pool * req_to_token_stride)[:, None]
+        pages = (page_table + rows.to(tl.int64) * page_table_stride)[:, None]
+        swa_pages = (swa_page_table + rows.to(tl.int64) * swa_page_table_stride)[:, None]
         live = tl.minimum(ceil_pages(length, PAGE_SIZE), max_seq_pages)
         filled = live
         if TAIL == 1:
-            filled = max_seq_pages
+            filled = live * 0 + max_seq_pages
         if TAIL == 3:
             widest = batch_max(seq_lens, seqlen_offset, bs, SCAN)
-            filled = tl.minimum(ceil_pages(widest, PAGE_SIZE), max_seq_pages)
-        if first == 0:
-            tl.store(cache_seqlens + row, length)
+            filled = live * 0 + tl.minimum(ceil_pages(widest, PAGE_SIZE), max_seq_pages)
+        filled = tl.where(real, filled, 0)
+        end = tl.max(filled, 0)
 
-        pages = page_table + row.to(tl.int64) * page_table_stride
-        swa_pages = swa_page_table + row.to(tl.int64) * swa_page_table_stride
-        store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+        if part == 0:
+            if EARLY > 0:
+                columns = tl.arange(0, EARLY)[None, :]
+                slot = tl.load(tokens + columns * PAGE_SIZE, mask=real[:, None] & (columns < max_seq_pages), other=0)
+                store_pages(pages, swa_pages, swa_mapping, slot, columns, filled[:, None], PAGE_SIZE, HAS_SWA)
+            tl.store(cache_seqlens + rows, length, mask=real)
+        # The first program has had its share of the early columns, so that the last one takes its turn.
+        turn = (part + PROGRAMS_PER_ROW - 1) % PROGRAMS_PER_ROW if EARLY > 0 else part
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
-        for start in range(first + step, filled, step):
-            columns = start + tl.arange(0, BLOCK)
-            slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < filled, other=0)
-            store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
+        last = tl.maximum(filled - 1, 0)[:, None]  # what lanes past a row read, instead of a mask: see swa_slot
+        for start in range(EARLY + turn * BLOCK, end, step):
+            columns = start + tl.arange(0, BLOCK)[None, :]
+            slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE)
+            store_pages(pages, swa_pages, swa_mapping, slot, columns, filled[:, None], PAGE_SIZE, HAS_SWA)
         if TAIL == 2:
-            for start in range(first, max_seq_pages, step):
-                columns = start + tl.arange(0, BLOCK)
-                dead = (columns >= filled) & (columns < max_seq_pages)
-                zero = tl.zeros([BLOCK], tl.int32)
+            for start in range(part * BLOCK, max_seq_pages, step):
+                columns = start + tl.arange(0, BLOCK)[None, :]
+                dead = real[:, None] & (columns >= filled[:, None]) & (columns < max_seq_pages)
+                zero = tl.zeros([ROWS, BLOCK], tl.int32)
                 tl.store(pages + columns, zero, mask=dead)
                 if HAS_SWA:
                     tl.store(swa_pages + columns, zero, mask=dead)
@@ -137,10 +172,13 @@ def _decode_metadata_kernel(
 
 @triton.jit
 def store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr):
+    """Pages of `slot`, tiles of any shape, into columns below `filled`."""
     mask = columns < filled
-    tl.store(pages + columns, floor_div(slot, PAGE_SIZE), mask=mask)
     if HAS_SWA:
         swa = swa_slot(swa_mapping, slot, mask).to(tl.int32)
+    # After the mapping's load: what is stored is what other lanes wait for least.
+    tl.store(pages + columns, floor_div(slot, PAGE_SIZE), mask=mask)
+    if HAS_SWA:
         tl.store(swa_pages + columns, floor_div(swa, PAGE_SIZE), mask=mask)
 
 
@@ -333,12 +371,15 @@ def _launch_of(
         "TAIL": _TAILS[tail],
         "WRITE_CU_ZERO": write_cu_zero,
         "PROGRAMS_PER_ROW": config.programs_per_row,
+        "ROWS": config.rows,
+        "EARLY": config.early,
         "BLOCK": config.block,
         "SCAN": min(SCAN_BLOCK, max(16, 1 << (bs - 1).bit_length())),
         "SLOTS": SLOT_BLOCK,
         "num_warps": config.num_warps,
     }
-    return (1 + slot_programs + bs * config.programs_per_row,), args, options
+    groups = -(-bs // config.rows)
+    return (1 + slot_programs + groups * config.programs_per_row,), args, options
 
 
 def _check_vector(name: str, x: torch.Tensor, least: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -21,7 +21,9 @@ def floor_div(x, D: tl.constexpr):
 def swa_slot(mapping, slot, mask):
     """Slot in the sliding-window pool; -1 stays -1. mapping: int64, slot: any integer; returns int64."""
     known = slot >= 0
-    mapped = tl.load(mapping + slot.to(tl.int64), mask=mask & known, other=0)
+    # Lanes without a slot read slot 0's entry: a load with a mask of its own waits for a free predicate, of which there
+    # are seven, and then the loads of one turn follow each other instead of being on their way together.
+    mapped = tl.load(mapping + tl.where(mask & known, slot, 0).to(tl.int64))
     return tl.where(known, mapped, -1)
 
 

@@ -36,7 +36,7 @@ def gather_slots(tokens, out, base, first, length, step, mapping, capacity, HAS_
         store_slots(out, base, t, slot, mask, mapping, capacity, HAS_MAP)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity", "req_to_token_stride"])  # see csr_metadata
 def _kv_indices_kernel(
     req_to_token, req_pool_indices, lens, kv_indptr, start, mapping, kv_indices, req_to_token_stride, capacity,
     HAS_START: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,

@@ -170,7 +170,7 @@ def _fill_list(
 @triton.jit(
     do_not_specialize=[
         "bs", "offset", "keep", "queries", "n_loc", "n_swa_out", "n_mask", "width", "capacity", "second_capacity",
-        "mask_capacity", "second_mask_capacity", "loc_stride",
+        "mask_capacity", "second_mask_capacity", "req_to_token_stride", "loc_stride",
     ]
 )  # fmt: skip
 def _paged_lists_kernel(

@@ -53,7 +53,10 @@ def calls(draw):
         "qlens": rng.integers(0, 6, bs), "q_mode": draw(st.sampled_from(list(QueryMode))),
         "tail": draw(st.sampled_from(list(TailPolicy))), "zero": draw(st.booleans()),
         "dtypes": [draw(st.sampled_from(INTS)) for _ in range(3)],
-        "config": DecodeMetadataConfig(draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 16])), 1),
+        "config": DecodeMetadataConfig(
+            draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 16])), 1, draw(st.sampled_from([1, 2, 4])),
+            draw(st.sampled_from([0, 2, 8])),
+        ),
         "spare": draw(st.integers(0, 2)),
     }  # fmt: skip
 
