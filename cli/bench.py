@@ -48,6 +48,35 @@ def bench(
             "--steps is the number of rounds. Writes observer.csv and observer_fit.csv.",
         ),
     ] = None,
+    allreduce: Annotated[
+        str,
+        typer.Option(
+            "--allreduce",
+            help="How ranks meet in the graph: symm (flags in symmetric memory), nccl, gloo (CPU), none (simulated "
+            "ranks that share a device), or auto: symm or nccl with a GPU per rank, else none.",
+        ),
+    ] = "auto",
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            "--inject",
+            metavar="RANK:US",
+            help="Test the ruler instead: delay a rank (or 'each' in turn) before its launch by so many us (comma list "
+            "of doses; 0 is always one), and see how the others wait. Writes inject.csv.",
+        ),
+    ] = None,
+    predict_ranks: Annotated[
+        str | None,
+        typer.Option(
+            "--predict-ranks",
+            metavar="LO..HI",
+            help="Rank counts to predict first waits for from this run's launch ends: doubling from LO to HI, or a "
+            "comma list.",
+        ),
+    ] = None,
+    rank_timeout: Annotated[
+        float, typer.Option("--rank-timeout", min=1, help="Seconds of silence after which a rank counts as hung.")
+    ] = 300.0,
     nvtx: Annotated[bool, typer.Option("--nvtx/--no-nvtx", help="Push NVTX ranges around prep, launch, step.")] = True,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw plots and the HTML report at the end.")
@@ -60,15 +89,23 @@ def bench(
     checked against the oracle, bit for bit. Each finished case is on disk at once: an
     interrupted run keeps what it measured, and --resume runs the rest.
 
+    With a GPU per rank, or under torchrun, first waits are measured on the device; with
+    fewer GPUs ranks are simulated and waits are predicted.
+
     Example: attn-graph bench --bs 1,8,64 --context 8192 --tp 8 --arm aten-eager,fused
     """
     from ..profilers.devices import resolve, use_interpreter
+    from ..profilers.launcher import leave_outcome
+    from ..profilers.waits import write_waits
     from . import plan
+    from . import tp as ranks_of
     from .run import TOURS, Run, default_folder
 
     where = resolve(device)
     use_interpreter(where)
+    place = ranks_of.place_here(where)
     tour = TOURS[where.kind]
+    counts = plan.rank_counts(predict_ranks) if predict_ranks else ()
     planned = plan.sweep(
         backend=backend,
         mode=mode,
@@ -79,7 +116,7 @@ def bench(
         swa=swa if observer is None or swa is not None else True,
         topk=topk,
         draft_tokens=draft_tokens,
-        tp=tp or str(tour.ranks if observer is None else 1),
+        tp=tp or str(place.size if place else tour.ranks if observer is None else 1),
         graph_nodes=graph_nodes,
         graph_branches=graph_branches,
         allreduce_at=allreduce_at,
@@ -96,6 +133,10 @@ def bench(
         chosen = observe.ARMS if arm == "all" else plan.arms(arm)
         observe.ObserverRun(names, planned, chosen, steps, where, folder, quiet=as_json).measure()
         return observe.finish(folder, plots=plots, as_json=as_json)
+    sizes = [case.tp for case in planned.cases]
+    injection = ranks_of.injection(inject, sizes)
+    if ranks_of.needs_launch(place, max(sizes), where, allreduce):
+        return ranks_of.launch(max(sizes), folder)
     outcome = Run(
         plan=planned,
         arms=plan.arms(arm),
@@ -106,14 +147,21 @@ def bench(
         resume=resume,
         tuned=tuned,
         nvtx=nvtx,
-        quiet=as_json,
+        quiet=as_json or bool(place and place.rank),
+        place=place,
+        allreduce=allreduce,
+        injection=injection,
+        timeout_s=rank_timeout,
     ).measure()
+    if place and place.rank:
+        return outcome.exit_code
+    write_waits(folder, counts)
     if plots:
         from .plots import save_plots
         from .report import write_report
 
         write_report(folder, save_plots(folder))
-    return _show(folder, outcome, as_json)
+    return ExitCode(leave_outcome(_show(folder, outcome, as_json)))
 
 
 def _show(folder: Path, outcome: Outcome, as_json: bool) -> ExitCode:

@@ -41,6 +41,22 @@ def numbers(text: str, option: str, least: int = 0) -> list[int]:
     return found
 
 
+def rank_counts(text: str) -> tuple[int, ...]:
+    """``LO..HI``: doubling from LO, HI included; or a comma list.
+
+    Raises:
+        CliError: neither, or a count below 2.
+    """
+    low, dots, high = text.partition("..")
+    if not dots:
+        return tuple(numbers(text, "--predict-ranks", 2))
+    (first,), (last,) = (numbers(end, "--predict-ranks", 2) for end in (low, high))
+    if last < first:
+        raise CliError(f"--predict-ranks {text}: {last} is below {first}")
+    doubled = itertools.takewhile(lambda n: n < last, (first * 2**i for i in itertools.count()))
+    return (*doubled, last)
+
+
 def arms(text: str | None) -> tuple[str, ...]:
     """Arm names of a comma list; a bare implementation or placement (``fused``, ``graph``) means all its arms.
 

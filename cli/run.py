@@ -13,8 +13,10 @@ from .errors import ExitCode
 
 if TYPE_CHECKING:
     from ..profilers.devices import Device
+    from ..profilers.inject import Injection
     from ..profilers.results import RunWriter
     from ..profilers.sample import Case
+    from ..profilers.team import Place
     from .plan import Plan
 
 RANK_TIMEOUT_S = 300.0
@@ -56,7 +58,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run, decided: what to measure, how, and where it goes."""
+    """A run, decided: what to measure, how, and where it goes.
+
+    `place` is this process's among ranks with a device each; None where this process starts ranks that share one.
+    """
 
     plan: Plan
     arms: tuple[str, ...]
@@ -68,9 +73,31 @@ class Run:
     tuned: bool = True
     nvtx: bool = True
     quiet: bool = False
+    place: Place | None = None
+    allreduce: str = "auto"
+    injection: Injection | None = None
+    timeout_s: float = RANK_TIMEOUT_S
 
     def measure(self) -> Outcome:
-        """Run all cases, each on disk as it ends; the fewest ranks first."""
+        """Run all cases, each on disk as it ends; the fewest ranks first. Ranks other than 0 only take part.
+
+        Raises:
+            RankFailure: only from ranks with a device each.
+        """
+        from ..profilers.ranks import run_ranks
+
+        if self.place is None:
+            return self._write(run_ranks, "")
+        from ..profilers.team import Team
+
+        with Team(self.place, self.device.kind, self.allreduce, self._agreed(), self.timeout_s) as team:
+            if self.place.rank == 0:
+                return self._write(team.run, team.note)
+            team.serve()
+            return Outcome(ExitCode.OK)
+
+    def _write(self, run_ranks: Callable, note: str) -> Outcome:
+        """Measure by `run_ranks` into the folder."""
         from ..profilers.environment import collect
         from ..profilers.ranks import RankFailure
         from ..profilers.results import RunWriter
@@ -82,22 +109,25 @@ class Run:
         notes: tuple[str, ...] = ()
         try:
             with RunWriter(self.folder, environment, self.resume) as writer:
+                if note:
+                    writer.warn(note)
                 self._write_refused(writer)
                 todo = [(i, case) for i, case in enumerate(cases) if case.key not in writer.done_cases()]
                 tuned, notes = self._tuned([case for _, case in todo])
-                self._measure_all(todo, writer, tuned)
+                self._measure_all(run_ranks, todo, writer, tuned)
         except RankFailure as failure:  # outside, so that leaving the writer by it marks the run failed
             trace = f"\n{failure.traceback}" if failure.traceback else ""
             return Outcome(ExitCode.FOUND_WRONG, f"{failure}{trace}", notes)
         return Outcome(ExitCode.OK, notes=notes)
 
-    def _measure_all(self, todo: list[tuple[int, Case]], writer: RunWriter, tuned: dict) -> None:
+    def _measure_all(self, run_ranks: Callable, todo: list[tuple[int, Case]], writer: RunWriter, tuned: dict) -> None:
         from ..profilers.ranks import RankFailure
 
         with self._progress(len(todo)) as advance:
             for ranks in sorted({case.tp for _, case in todo}):
                 try:
-                    self._measure_with(ranks, [(i, c) for i, c in todo if c.tp == ranks], writer, tuned, advance)
+                    cases = [(i, c) for i, c in todo if c.tp == ranks]
+                    self._measure_with(run_ranks, ranks, cases, writer, tuned, advance)
                 except RankFailure as failure:
                     writer.warn(str(failure))
                     raise
@@ -116,17 +146,24 @@ class Run:
                 writer.write_case(case, blank)
 
     def _measure_with(
-        self, ranks: int, cases: list[tuple[int, Case]], writer: RunWriter, tuned: dict, advance: Callable[[str], None]
+        self,
+        run_ranks: Callable,
+        ranks: int,
+        cases: list[tuple[int, Case]],
+        writer: RunWriter,
+        tuned: dict,
+        advance: Callable[[str], None],
     ) -> None:
         from ..profilers.assemble import samples_of
         from ..profilers.measure import MeasureSettings, measure_cases
-        from ..profilers.ranks import plan_affinity, run_ranks
+        from ..profilers.ranks import plan_affinity
 
-        shared_cores = plan_affinity(ranks).note
-        if shared_cores:
-            writer.warn(shared_cores)
+        if self.place is None:
+            for note in (plan_affinity(ranks).note, self._shared_gpu(ranks)):
+                if note:
+                    writer.warn(note)
         configs = {key: found.config for key, found in tuned.items() if found.config}
-        settings = MeasureSettings(self.arms, self.steps, self.warmup, self.nvtx, configs)
+        settings = MeasureSettings(self.arms, self.steps, self.warmup, self.nvtx, configs, self.injection)
         by_index, arrived = dict(cases), {}
 
         def on_report(rank: int, part) -> None:
@@ -139,7 +176,29 @@ class Run:
                 advance(case.title)
 
         target_args = (cases, settings, str(self.device))
-        run_ranks(ranks, measure_cases, target_args, timeout_s=RANK_TIMEOUT_S, on_report=on_report)
+        run_ranks(ranks, measure_cases, target_args, timeout_s=self.timeout_s, on_report=on_report)
+
+    def _shared_gpu(self, ranks: int) -> str:
+        if not self.device.is_cuda or ranks < 2:
+            return ""
+        return (
+            f"{ranks} simulated ranks share {self.device}: their contexts take turns, so waits are predicted and "
+            "pessimistic. step_alone_us is a step of rank 0 with the others at rest, step_host_us one beside them."
+        )
+
+    def _agreed(self) -> dict[str, str]:
+        """What every rank must have alike, by the name that an error says it by."""
+        from importlib.metadata import version
+
+        return {
+            "set of cases": "; ".join(case.key for case in self.plan.cases),
+            "set of arms": ",".join(self.arms),
+            "number of steps": f"{self.steps} after {self.warmup}",
+            "all-reduce": self.allreduce,
+            "delay to inject": str(self.injection),
+            "device": self.device.name or self.device.kind,
+            **{name: version(name) for name in ("torch", "attn-graph")},
+        }
 
     def _tuned(self, cases: list[Case]) -> tuple[dict, tuple[str, ...]]:
         """Where each case's block sizes come from, and a line for each distinct answer."""
@@ -159,6 +218,9 @@ class Run:
             "tuned": self.tuned,
             "nvtx": self.nvtx,
             "cases": len(self.plan.cases),
+            "allreduce": self.allreduce if self.place else "none",
+            "inject": str(self.injection or ""),
+            "hosts": self.place.hosts if self.place else 1,
         }
 
     @contextmanager

@@ -36,13 +36,21 @@ def _unmarked(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Samp
             continue
         for rank, times in arms.items():
             yield from _rank_samples(case, name, rank, times)
-        yield from _across(case, name, [arms[r] for r in sorted(arms)])
+        yield from _across(case, name, [ranks[r] for r in sorted(ranks)])
+        for rank, found in ranks.items():
+            for step, value in enumerate(found.exchange_us):
+                yield Sample(name, rank, step, "exchange_us", float(value))
     yield from ranks[0].once
 
 
 def _rank_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[Sample]:
     for step, lag in enumerate(times.lag_us):
         yield Sample(arm, rank, step, "start_lag_us", float(lag))
+    for step, value in enumerate(times.alone_us):
+        yield Sample(arm, rank, step, "step_alone_us", float(value))
+    for step, value in enumerate(times.injected_us):
+        if not np.isnan(value):
+            yield Sample(arm, rank, step, "injected_us", float(value))
     if times.prep_is_real:
         for step, (value, cause) in enumerate(zip(times.prep_us, times.causes_prep, strict=True)):
             yield Sample(arm, rank, step, "prep_host_us", float(value), cause=cause)
@@ -60,17 +68,38 @@ def _rank_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[
         yield Sample(arm, rank, step, "step_host_us", float(end - lag))
 
 
-def _across(case: Case, arm: str, ranks: list[ArmTimes]) -> Iterator[Sample]:
+def _across(case: Case, arm: str, ranks: list[RankMeasurement]) -> Iterator[Sample]:
+    """What holds across ranks. Ends are compared within a host only: hosts share no clock."""
+    arms = [found.arms[arm] for found in ranks]
+    measured = len(ranks) > 1 and all(len(times.wait_us) for times in arms)
     if case.device == "cpu" or len(ranks) < 2:
         status = "no_device" if case.device == "cpu" else "not_applicable"
-        for metric in ACROSS:
+        for metric in ACROSS[: 2 if measured else 3]:
             yield Sample(arm, ACROSS_RANKS, -1, metric, None, status)
-        return
-    ends = np.stack([times.end_us for times in ranks], axis=1)
-    own = ends - np.stack([times.lag_us for times in ranks], axis=1)
-    for metric, values in (("launch_skew_us", skew(ends)), ("duration_spread_us", duration_spread(own))):
+    else:
+        yield from _from_ends(arm, [found.host for found in ranks], arms)
+    if measured:
+        yield from _measured_waits(arm, arms)
+
+
+def _from_ends(arm: str, hosts: list[int], arms: list[ArmTimes]) -> Iterator[Sample]:
+    """Skew and predicted waits from when launches returned; on several hosts the worst skew of any one of them."""
+    ends = np.stack([times.end_us for times in arms], axis=1)
+    own = ends - np.stack([times.lag_us for times in arms], axis=1)
+    skews = [skew(ends[:, [h == host for h in hosts]]) for host in dict.fromkeys(hosts)]
+    for metric, values in (("launch_skew_us", np.max(skews, axis=0)), ("duration_spread_us", duration_spread(own))):
         for step, value in enumerate(values):
             yield Sample(arm, ACROSS_RANKS, step, metric, float(value))
+    if len(skews) > 1:
+        yield Sample(arm, ACROSS_RANKS, -1, "first_wait_us", None, "not_applicable", source=PREDICTED)
+        return
     for step, waits in enumerate(predict_first_wait(ends)):
         for rank, value in enumerate(waits):
             yield Sample(arm, rank, step, "first_wait_us", float(value), source=PREDICTED)
+
+
+def _measured_waits(arm: str, arms: list[ArmTimes]) -> Iterator[Sample]:
+    """By the clock of each rank's own device."""
+    for rank, times in enumerate(arms):
+        for step, value in enumerate(times.wait_us):
+            yield Sample(arm, rank, step, "first_wait_us", float(value))

@@ -12,6 +12,7 @@ on x86 and on weakly ordered ARM alike; both make aligned 64-bit accesses atomic
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
@@ -61,7 +62,20 @@ def barrier_memory(size: int, context: BaseContext) -> ctypes.Array:
 
     The memory has no name (its file is unlinked as it is made), so no crash can leave it behind.
     """
-    return context.RawArray("q", (_FIRST_RANK + size + 1) * _LINE)
+    return context.RawArray("q", _memory_words(size))
+
+
+def mapped_barrier_memory(size: int, path: str) -> ctypes.Array:
+    """The same in a file, for processes that nobody here starts: each maps it, and it may be unlinked then.
+
+    Args:
+        path: a file; grown to the size it needs.
+    """
+    length = _memory_words(size) * ctypes.sizeof(ctypes.c_longlong)
+    with open(path, "r+b") as file:
+        file.truncate(length)
+        shared = mmap.mmap(file.fileno(), length)
+    return (ctypes.c_longlong * _memory_words(size)).from_buffer(shared)
 
 
 def abort(memory: ctypes.Array) -> None:
@@ -86,6 +100,8 @@ class DeadlineBarrier:
         spin: hold the core until the deadline. False where ranks share cores: a spinning rank would keep the others
             from running until its time slice ends.
         clock: shared by all ranks.
+        agree: called by the leader with the step once all its ranks are there, before it publishes the deadline: where
+            leaders of several hosts meet.
     """
 
     def __init__(
@@ -98,6 +114,7 @@ class DeadlineBarrier:
         timeout_s: float = 60.0,
         spin: bool = True,
         clock: Clock = monotonic_ns,
+        agree: Callable[[int], None] | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be within 0..{size - 1}, got {rank}")
@@ -111,6 +128,7 @@ class DeadlineBarrier:
         self._timeout_s = timeout_s
         self._spin = spin
         self._clock = clock
+        self._agree = agree
         self._waits = 0
         self._deadline = 0
 
@@ -135,6 +153,8 @@ class DeadlineBarrier:
         if self._rank == LEADER:
             self._poll(self._all_arrived)
             self._check_steps(word)
+            if self._agree is not None:
+                self._agree(step & 0xFFFF_FFFF)
             self._words[_DEADLINE * _LINE] = self._clock() + self._lead_ns
         # A deadline lies after the one before it, so a new value alone says that it is new.
         self._poll(self._deadline_published)
@@ -183,6 +203,15 @@ class DeadlineBarrier:
     def _missing(self) -> list[int]:
         absent = [rank for rank, word in enumerate(self._arrivals.tolist()) if word >> _STEP_BITS < self._waits]
         return absent or [LEADER]  # All here, no deadline: the leader stopped between the two.
+
+
+def solitary_barrier() -> DeadlineBarrier:
+    """For one rank that starts alone in the way it starts with others."""
+    return DeadlineBarrier((ctypes.c_longlong * _memory_words(1))(), 0, 1)
+
+
+def _memory_words(size: int) -> int:
+    return (_FIRST_RANK + size + 1) * _LINE
 
 
 def _words(memory: ctypes.Array) -> memoryview:

@@ -31,12 +31,15 @@ from ..backends.registry import lookup
 from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
 from ..backends.tunable import KERNELS
 from .agreement import replay_and_compare
+from .barrier import solitary_barrier
 from .body import BodyShape, DecodeBody
 from .causes import StepCauses, attribute, frozen_gc
 from .clock import monotonic_ns
 from .counters import count
 from .environment import attached_tracer
+from .exchange import FirstAllReduce, no_skew_us
 from .graphs import CaptureError, GraphFactory, RecordedGraph
+from .inject import INJECTED, Injection
 from .nvtx_ranges import StepRanges
 from .ranks import RankContext
 from .sample import Case, Sample
@@ -46,6 +49,9 @@ DISTINCT_BATCHES = 16
 """Live batches that the steps cycle through; lengths grow by a token each, so page edges are crossed."""
 
 REPLAYS_THROUGH_WRAPPER = 50
+
+STEPS_ALONE = 50
+"""Enough for the median that sharing a device is told by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class MeasureSettings:
         warmup: steps before them, collective too.
         nvtx: whether ranges are pushed.
         kernel_configs: `Case.key` -> tuned block sizes, where there are any.
+        injection: a delay to add on purpose, between rebuild and launch.
     """
 
     arms: tuple[str, ...]
@@ -65,6 +72,12 @@ class MeasureSettings:
     warmup: int
     nvtx: bool = True
     kernel_configs: dict[str, dict[str, int]] = field(default_factory=dict)
+    injection: Injection | None = None
+
+    @property
+    def launches(self) -> int:
+        """Graph launches of all arms of a case, warm-up included."""
+        return (self.warmup + self.steps) * len(self.arms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,9 @@ class ArmTimes:
 
     `causes_*` name what slowed a slow step, or are empty. `status` other than ok: the arm could not be built, `detail`
     says why, and the arrays are empty. `prep_is_real`: no part of the rebuild was interpreted or replayed by the CPU
-    stand-ins of kernels and graphs, whose times mean nothing.
+    stand-ins of kernels and graphs, whose times mean nothing. `wait_us`: in the first all-reduce, by the clock of the
+    device; empty where ranks share one. `injected_us`: delay added, NaN at steps that delayed another rank. `alone_us`:
+    host time of whole steps while the other ranks rest, where ranks share a device.
     """
 
     status: str = "ok"
@@ -85,19 +100,25 @@ class ArmTimes:
     prep_is_real: bool = True
     causes_prep: tuple[str, ...] = ()
     causes_launch: tuple[str, ...] = ()
+    wait_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    injected_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    alone_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
     """One rank's part of one case; `once` holds what needs no ranks (counts, device times, equality), on rank 0.
 
-    `observer` names the tracer that was attached, or is ``none``.
+    `observer` names the tracer that was attached, or is ``none``. `host`: where the rank ran. `exchange_us`: what the
+    first all-reduce takes without skew; empty where ranks share a device.
     """
 
     case_index: int
     arms: dict[str, ArmTimes]
     once: list[Sample]
     observer: str = "none"
+    host: int = 0
+    exchange_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(slots=True)
@@ -208,10 +229,17 @@ def refusal(case: Case) -> str:
 
 
 class CaseBench:
-    """One rank's arms of one case, on shared inputs."""
+    """One rank's arms of one case, on shared inputs. `exchange` is the first all-reduce, where ranks can meet."""
 
-    def __init__(self, case: Case, settings: MeasureSettings, device: torch.device, factory: GraphFactory) -> None:
-        self.case, self.settings, self.device = case, settings, device
+    def __init__(
+        self,
+        case: Case,
+        settings: MeasureSettings,
+        device: torch.device,
+        factory: GraphFactory,
+        exchange: FirstAllReduce | None = None,
+    ) -> None:
+        self.case, self.settings, self.device, self.exchange = case, settings, device, exchange
         self.shape = batch_shape(case)
         self.pools = case_pools(case, device)
         self.batches = [upload(live, device) for live in case_batches(case, self.pools)]
@@ -224,7 +252,7 @@ class CaseBench:
             slots_per_token=slots_per_token(case),
         )
         self._factory = factory
-        self._body = DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device)
+        self._body = DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device, exchange)
         self.built: dict[str, BuiltArm] = {}
         self.failed: dict[str, ArmTimes] = {}
         for name in settings.arms:
@@ -327,22 +355,46 @@ class CaseBench:
 
     def time_steps(self, context: RankContext) -> dict[str, ArmTimes]:
         """Warm up together, then time every arm at every step."""
+        timers = self._run_steps(context, self.settings.warmup + self.settings.steps)
+        found = {}
+        for name, timer in timers.items():
+            built, times = self.built[name], timer.result(self.settings.warmup)
+            real = self.prep_is_real(built)
+            if self.device.type != "cuda" and not (real and built.arm.placement is Placement.EAGER):
+                # Stand-ins of kernels and graphs ran before the all-reduce: how late a rank came to it means nothing.
+                times = replace(times, wait_us=np.zeros(0))
+            found[name] = replace(times, prep_is_real=real)
+        return found
+
+    def time_alone(self, context: RankContext) -> dict[str, np.ndarray]:
+        """Host time of whole steps, [steps] us by arm, with the other ranks at rest: what sharing a device costs."""
+        alone = replace(context, barrier=solitary_barrier())
+        timers = self._run_steps(alone, self.settings.warmup + min(self.settings.steps, STEPS_ALONE))
+        found = {n: timer.result(self.settings.warmup) for n, timer in timers.items()}
+        return {n: times.end_us - times.lag_us for n, times in found.items()}
+
+    def _run_steps(self, context: RankContext, steps: int) -> dict[str, _StepTimer]:
+        """Every arm at every step, in an order that rotates, from common starts."""
         names = list(self.built)
         if not names:
             return {}
         timers = {n: _StepTimer(self, self.built[n], context) for n in names}
+        if self.exchange is not None:
+            self.exchange.arm()
+            context.barrier.wait()
         with ExitStack() as stack:
             for timer in timers.values():
                 stack.enter_context(timer.causes)
             stack.enter_context(frozen_gc())
-            for step in range(self.settings.warmup + self.settings.steps):
+            for step in range(steps):
                 inputs = self.batches[step % len(self.batches)]
                 for i in range(len(names)):
                     timers[names[(i + step) % len(names)]].run(step, inputs)
-        return {
-            n: replace(timers[n].result(self.settings.warmup), prep_is_real=self.prep_is_real(self.built[n]))
-            for n in names
-        }
+        if self.exchange is not None:
+            waits = self.exchange.read_us(steps * len(names)).reshape(steps, len(names))
+            for i, name in enumerate(names):
+                timers[name].waits_us = waits[np.arange(steps), (i - np.arange(steps)) % len(names)]
+        return timers
 
     def time_wrapper(self) -> dict[str, np.ndarray]:
         """PyTorch's own graph replay, beside the raw launch: [n] us of host time by arm; empty without a GPU."""
@@ -376,6 +428,9 @@ class _StepTimer:
     def __init__(self, bench: CaseBench, built: BuiltArm, context: RankContext) -> None:
         case = bench.case
         self.causes = StepCauses()
+        self.waits_us = np.zeros(0)
+        self._rank, self._size, self._injection = context.rank, context.size, bench.settings.injection
+        self._injected: list[float | None] = []
         self._bench, self._runner, self._wait = bench, built.runner, context.barrier.wait
         self._ranges = StepRanges(case.backend, case.mode, str(built.arm), enabled=bench.settings.nvtx)
         self._marks: list[tuple[int, int, int, int, int, int]] = []
@@ -385,6 +440,7 @@ class _StepTimer:
         runner.load_batch(inputs)
         self._bench.drain()
         rebuild, launch = runner.rebuild, runner.launch
+        delay_us = self._injection.delay_us(step, self._rank, self._size) if self._injection else None
         deadline = self._wait(step, self.causes.mark)
         started = clock()
         ranges.push_step()
@@ -393,6 +449,10 @@ class _StepTimer:
         rebuild()
         prepared = clock()
         ranges.pop()
+        if delay_us:
+            until = prepared + int(delay_us * 1e3)
+            while clock() < until:
+                pass
         ranges.push_launch()
         launching = clock()
         launch()
@@ -402,6 +462,7 @@ class _StepTimer:
         self.causes.mark()
         self._bench.drain()
         self._marks.append((deadline, started, before, prepared, launching, launched))
+        self._injected.append(delay_us)
 
     def result(self, warmup: int) -> ArmTimes:
         deadline, started, before, prepared, launching, launched = np.array(self._marks[warmup:], dtype=np.int64).T
@@ -414,6 +475,8 @@ class _StepTimer:
             end_us=(launched - deadline) / 1e3,
             causes_prep=tuple(attribute(prep, counts)),
             causes_launch=tuple(attribute(launch, counts)),
+            wait_us=self.waits_us[warmup:],
+            injected_us=np.array(self._injected[warmup:], dtype=np.float64) if self._injection else np.zeros(0),
         )
 
 
@@ -424,38 +487,57 @@ def measure_cases(
 
     Args:
         cases: (index, case); the same on every rank.
-        device: ``cpu`` or ``cuda:N``.
+        device: ``cpu`` or ``cuda:N``, where the rank has none of its own.
     """
     torch.set_num_threads(1)
-    where = torch.device(device)
+    where = torch.device(context.device or device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     factory = GraphFactory(where)
     with ExitStack() as stack:
         if factory.stream is not None:
             stack.enter_context(torch.cuda.stream(factory.stream))
+        exchange, exchange_us = None, np.zeros(0)
+        if context.new_exchange is not None:
+            context.announce("the exchange without skew")
+            exchange = context.new_exchange(settings.launches)
+            exchange_us = no_skew_us(exchange, factory, context.barrier.wait)
         for index, case in cases:
             context.announce(case.title)
-            context.report(_measure(context, index, case, settings, where, factory))
+            found = _measure(context, index, case, settings, where, factory, exchange)
+            context.report(replace(found, host=context.host, exchange_us=exchange_us))
 
 
 def _measure(
-    context: RankContext, index: int, case: Case, settings: MeasureSettings, device: torch.device, factory: GraphFactory
+    context: RankContext,
+    index: int,
+    case: Case,
+    settings: MeasureSettings,
+    device: torch.device,
+    factory: GraphFactory,
+    exchange: FirstAllReduce | None,
 ) -> RankMeasurement:
-    bench = CaseBench(case, settings, device, factory)
+    bench = CaseBench(case, settings, device, factory, exchange)
+    leads = context.rank == 0
+    replays = leads or (exchange is not None and exchange.lockstep)
     once: list[Sample] = []
     # Ranks must run the same arms, or one would wait for a step that the other never takes.
     context.barrier.wait(_fingerprint(bench.built))
-    if context.rank == 0:
-        once += bench.check()
+    if replays:
+        checked = bench.check()
+        once += checked if leads else []
     times = bench.time_steps(context)
-    replays = bench.time_wrapper() if context.rank == 0 else {}
+    wrapped = bench.time_wrapper() if replays else {}
     context.barrier.wait()
-    if context.rank == 0:  # alone: the other ranks would take time slices of the same device
+    if leads:  # alone: the other ranks would take time slices of the same device
+        if exchange is None and context.size > 1 and device.type == "cuda":
+            alone = bench.time_alone(context)
+            times = {n: replace(found, alone_us=alone[n]) for n, found in times.items()}
         once += bench.counts() + bench.device_times()
-        once += [Sample(n, 0, i, "replay_host_us", v) for n, vs in replays.items() for i, v in enumerate(vs)]
+        once += [Sample(n, 0, i, "replay_host_us", v) for n, vs in wrapped.items() for i, v in enumerate(vs)]
     context.barrier.wait()
-    return RankMeasurement(index, times | bench.failed, once, attached_tracer())
+    observer = INJECTED if settings.injection else attached_tracer()
+    return RankMeasurement(index, times | bench.failed, once, observer)
 
 
 def _fingerprint(names: Iterable[str]) -> int:

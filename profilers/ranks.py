@@ -22,11 +22,14 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import barrier
 from .barrier import BarrierAborted, BarrierMismatch, BarrierTimeout, DeadlineBarrier
 from .clock import monotonic_ns
+
+if TYPE_CHECKING:
+    from .exchange import FirstAllReduce
 
 LEAD_US = 40.0  # times the ranks per core where they share cores: that many must take a turn to notice
 
@@ -137,6 +140,10 @@ class RankContext:
         cores: logical cores it is pinned to; empty where the system cannot pin.
         shared: whether other ranks run on the same cores.
         barrier: common starts; `barrier.wait(step)`.
+        device: of its own, as torch spells it; None where ranks share one.
+        host: which host it runs on; only ranks of one host share a clock.
+        new_exchange: makes the first all-reduce among these ranks for so many launches, collectively; None where
+            ranks share a device and cannot meet on it.
     """
 
     rank: int
@@ -145,6 +152,9 @@ class RankContext:
     shared: bool
     barrier: DeadlineBarrier
     _send: Callable[[str, Any], None] = field(repr=False)
+    device: str | None = None
+    host: int = 0
+    new_exchange: Callable[[int], FirstAllReduce] | None = None
 
     def announce(self, case: str) -> None:
         """Say what comes next; a failure is reported under this name. Not inside a timed window: writes to a pipe."""
@@ -208,13 +218,19 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
     """Why a rank failed. `blames`: the rank whose fault it is. `echo`: it only felt another rank's failure."""
 
     cause: str
     traceback: str = ""
     blames: int | None = None
     echo: bool = False
+
+
+def culprit(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
+    """Which rank is to blame, and the failure that explains the others: a rank's own, else one that blames another."""
+    index, failure = min(failures, key=lambda found: (found[1].echo, found[1].blames is not None))
+    return (index if failure.blames is None else failure.blames), failure
 
 
 class _Team:
@@ -231,7 +247,7 @@ class _Team:
         self._memory = barrier.barrier_memory(n, self._context)
         self._size = n
         self._ranks: list[_Rank] = []
-        self._failures: list[tuple[int, _Failure]] = []
+        self._failures: list[tuple[int, Failure]] = []
         self._events: queue.SimpleQueue[tuple[int, bytes | None]] = queue.SimpleQueue()
         self._leave_s = 0.0
 
@@ -278,7 +294,7 @@ class _Team:
         if raw is None:
             rank.gone = True
             if not rank.done and not any(index == failed for failed, _ in self._failures):
-                self._failures.append((index, _Failure(_exit_text(rank.process))))
+                self._failures.append((index, Failure(_exit_text(rank.process))))
             return
         kind, value = pickle.loads(raw)
         if kind == "announce":
@@ -303,7 +319,7 @@ class _Team:
             # A little more than ranks wait at the barrier: one that waits there knows better who is missing.
             if not rank.done and now - rank.heard_ns > (self._timeout_s + 2 * self._tick_s) * 1e9:
                 cause = f"hung: no sign of life for {self._timeout_s:g} s"
-                self._failures.append((index, _Failure(cause)))
+                self._failures.append((index, Failure(cause)))
 
     def _hear_the_others_out(self) -> None:
         """Give the other ranks a moment to say what they have; also, the first to fail need not be the cause."""
@@ -318,10 +334,7 @@ class _Team:
             self._handle_next(0)
 
     def _verdict(self) -> RankFailure:
-        """The failure that explains the others: a rank's own, else one that blames another rank."""
-        index, failure = min(self._failures, key=lambda found: (found[1].echo, found[1].blames is not None))
-        if failure.blames is not None:
-            index = failure.blames
+        index, failure = culprit(self._failures)
         rank = self._ranks[index]
         cause = "returned while other ranks waited for it at the barrier" if rank.done else failure.cause
         return RankFailure(index, rank.case, cause, [r.reports for r in self._ranks], failure.traceback)
@@ -365,7 +378,11 @@ def _descendants(processes: Sequence[multiprocessing.process.BaseProcess]) -> li
 
 def _exit_text(process: multiprocessing.process.BaseProcess) -> str:
     process.join(_KILL_S)
-    code = process.exitcode
+    return exit_text(process.exitcode)
+
+
+def exit_text(code: int | None) -> str:
+    """How a process ended that said nothing, by its exit code."""
     if code is None:
         return "closed its connection without returning"
     if code >= 0:
@@ -426,29 +443,36 @@ def _rank_main(setup: tuple, writer: connection.Connection, work: bytes) -> None
         start = DeadlineBarrier(memory, rank, size, lead_us=lead_us, timeout_s=timeout_s, spin=not plan.shared)
         send("result", target(RankContext(rank, size, cores, plan.shared, start, send), *args))
     except BaseException as error:  # sys.exit too: whatever ends a rank early must reach the parent
-        send("failed", _describe(error))
+        send("failed", describe(error))
         sys.exit(1)
 
 
-def _describe(error: BaseException) -> _Failure:
+def describe(error: BaseException) -> Failure:
+    """What ended a rank, as the others and the user need to hear it."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, BarrierTimeout):
         cause = f"hung: did not reach the barrier within {error.timeout_s:g} s"
-        return _Failure(cause, blames=error.missing[0])
+        return Failure(cause, blames=error.missing[0])
     if isinstance(error, BarrierMismatch):
-        return _Failure(str(error), text, blames=error.odd[0])
+        return Failure(str(error), text, blames=error.odd[0])
     cause = f"{type(error).__name__}: {error}".rstrip(": ")
-    return _Failure(cause, text, echo=isinstance(error, BarrierAborted))
+    return Failure(cause, text, echo=isinstance(error, BarrierAborted))
+
+
+def die_with(parent_pid: int) -> bool:
+    """End this process when its parent dies, however it does; False where this system cannot."""
+    if sys.platform != "linux":
+        return False
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call
+        os._exit(1)
+    return True
 
 
 def _die_with_parent() -> None:
-    """End this process when its parent dies, however it does."""
     parent = multiprocessing.parent_process()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:  # it died before the call
-            os._exit(1)
+    if die_with(parent.pid):
         return
 
     def watch() -> None:

@@ -190,6 +190,16 @@ class RunWriter:
         self.environment = environment
 
 
+def close_abandoned(folder: Path, status: str, warning: str = "") -> None:
+    """Mark a run whose writer was killed as ended; nothing where the writer did it, or never began."""
+    if not is_run(folder):
+        return
+    found = read_environment(folder)
+    warnings = _merged(found.warnings, [warning] if warning else [])
+    ended = found if found.status != "running" else replace(found, status=status, finished_at=_now())
+    _replace_json(Path(folder) / ENVIRONMENT, asdict(replace(ended, warnings=warnings)))
+
+
 def read_environment(folder: Path) -> Environment:
     """The environment of a run; fields of later versions are left out.
 

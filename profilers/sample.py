@@ -13,6 +13,7 @@ UNITS: dict[str, str] = {
     "launch_host_us": "us",
     "replay_host_us": "us",
     "step_host_us": "us",
+    "step_alone_us": "us",  # with the other ranks of the same device at rest
     "prep_device_us": "us",
     "prep_device_cold_us": "us",
     "dispatches": "count",
@@ -23,6 +24,8 @@ UNITS: dict[str, str] = {
     "launch_skew_us": "us",
     "duration_spread_us": "us",
     "first_wait_us": "us",
+    "exchange_us": "us",  # the first all-reduce when nobody is late
+    "injected_us": "us",
     "bit_equal": "bool",
 }
 """Metric -> unit, for ever."""
@@ -154,6 +157,13 @@ class Environment:
     load_1m: float | None = None
     governor: str = ""
     container_cpu_quota: float | None = None
+    quota_stops: int | None = None
+    affinity_physical_cores: int | None = None
+    numa_nodes: list[int] = field(default_factory=list)
+    smt: bool | None = None
+    turbo: bool | None = None
+    clock_source: str = ""
+    debugger: str = ""
     memory_gib: float | None = None
     python: str = ""
     torch: str = ""
