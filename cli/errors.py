@@ -39,6 +39,7 @@ EXPECTED: dict[str, ExitCode] = {
     "attn_graph.profilers.barrier.BarrierError": ExitCode.USAGE,
     "attn_graph.profilers.devices.DeviceError": ExitCode.USAGE,
     "attn_graph.profilers.driver.DriverError": ExitCode.USAGE,
+    "attn_graph.profilers.environment.EnvironmentProblem": ExitCode.USAGE,
     "attn_graph.profilers.ranks.RankFailure": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.recorded.CaptureError": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.results.ResultsError": ExitCode.USAGE,

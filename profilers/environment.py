@@ -80,6 +80,13 @@ def collect(
         load_1m=round(psutil.getloadavg()[0], 2),
         governor=governors(allowed_cores()),
         container_cpu_quota=cpu_quota(),
+        quota_stops=quota_stops(),
+        affinity_physical_cores=physical_cores(allowed_cores()),
+        numa_nodes=numa_nodes(allowed_cores()),
+        smt=smt(),
+        turbo=turbo(),
+        clock_source=clock_source(),
+        debugger=debugger(),
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         python=platform.python_version(),
         triton=_version("triton"),
@@ -156,6 +163,64 @@ def _group_quota(group: Path) -> float | None:
     except ValueError:  # "max", or no such files
         return None
     return quota_us / period_us if quota_us > 0 and period_us > 0 else None  # v1 writes -1 for no limit
+
+
+def quota_stops(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """How often the kernel has stopped this container, or one around it, for using up its quota; None if untold."""
+    counts = [
+        int(value)
+        for group in _groups(root, _read(membership))
+        for key, _, value in (line.partition(" ") for line in _read(group / "cpu.stat").splitlines())
+        if key == "nr_throttled"
+    ]
+    return max(counts, default=None)
+
+
+def smt(root: Path = Path("/sys/devices/system/cpu")) -> bool | None:
+    """Whether cores run two threads each (hyper-threading)."""
+    return {"1": True, "0": False}.get(_read(root / "smt/active").strip())
+
+
+def turbo(root: Path = Path("/sys/devices/system/cpu")) -> bool | None:
+    """Whether cores may run above their nominal clock; None where the kernel shows no switch (most VMs)."""
+    intel = _read(root / "intel_pstate/no_turbo").strip()
+    return {"1": True, "0": False}.get({"0": "1", "1": "0"}.get(intel, _read(root / "cpufreq/boost").strip()))
+
+
+def physical_cores(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """How many physical cores these logical ones are; None where Linux does not say."""
+    topology = [root / f"cpu{core}/topology" for core in cores]
+    found = {(_read(at / "physical_package_id"), _read(at / "core_id")) for at in topology}
+    return None if not found or ("", "") in found else len(found)
+
+
+def numa_nodes(cores: Sequence[int], root: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """Memory nodes that these logical cores belong to; empty where Linux does not say."""
+    nodes = {int(path.name[4:]): _cpu_list(_read(path / "cpulist")) for path in root.glob("node[0-9]*")}
+    return sorted(node for node, members in nodes.items() if members & set(cores))
+
+
+def _cpu_list(text: str) -> set[int]:
+    """``0-3,8`` as a set."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def clock_source(root: Path = Path("/sys/devices/system/clocksource/clocksource0")) -> str:
+    """What the kernel takes the time from."""
+    return _read(root / "current_clocksource").strip()
+
+
+def debugger(status: Path = Path("/proc/self/status")) -> str:
+    """Process that traces this one (gdb, strace), as ``pid name``; blank without one."""
+    for line in _read(status).splitlines():
+        key, _, value = line.partition(":")
+        if key == "TracerPid" and (pid := int(value)):
+            try:
+                return f"{pid} {psutil.Process(pid).name()}"
+            except psutil.Error:
+                return str(pid)
+    return ""
 
 
 def _read(path: Path) -> str:
@@ -250,6 +315,7 @@ def gpu_report(nvml: ModuleType, gpu: GpuRecord) -> dict:
         "name": gpu.name,
         "uuid": gpu.uuid,
         "pci": "{:08x}:{:02x}:{:02x}".format(*gpu.pci),
+        "numa_node": gpu_numa_node(gpu.pci),
         "memory_gib": None if memory is None else round(memory.total / 2**30, 1),
         "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_max_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
@@ -262,6 +328,12 @@ def gpu_report(nvml: ModuleType, gpu: GpuRecord) -> dict:
         "mig": len(gpu.mig_uuids),
         "other_processes": [_process(p) for p in _others(ask("nvmlDeviceGetComputeRunningProcesses") or ())],
     }
+
+
+def gpu_numa_node(pci: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Memory node that a GPU hangs on; None where Linux does not say (VMs write -1)."""
+    text = _read(root / "{:04x}:{:02x}:{:02x}.0".format(*pci) / "numa_node").strip()
+    return int(text) if text.isdigit() else None
 
 
 THROTTLES = {
@@ -311,7 +383,16 @@ def checks(environment: Environment, variables: Mapping[str, str] | None = None)
         *_gpu_checks(environment),
         *_variable_checks(environment, variables),
     ]
+    return by_level(found)
+
+
+def by_level(found: Sequence[Check]) -> list[Check]:
+    """Worst first, else as they came."""
     return sorted(found, key=lambda check: -LEVELS.index(check.level))
+
+
+SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
+"""Clock sources that cost a system call or are too coarse; a reading then takes longer than what is timed."""
 
 
 def _cpu_checks(env: Environment) -> Iterator[Check]:
@@ -322,12 +403,33 @@ def _cpu_checks(env: Environment) -> Iterator[Check]:
             f"CPU frequency governor is {env.governor}",
             "Host times will wander; set it with 'cpupower frequency-set -g performance'",
         )
+    if env.turbo:
+        yield Check(
+            "turbo",
+            "info",
+            "cores may run above their nominal clock",
+            "Host times then depend on heat and on how many cores are busy; compare arms within a run only",
+        )
     if env.affinity_cores < env.tp:
         yield Check(
             "affinity",
             "warning",
             f"{env.tp} ranks share {env.affinity_cores} of {env.cores} cores",
             "Rank skew will show the scheduler, not the rebuild; lower --tp or widen the affinity (taskset, cpuset)",
+        )
+    elif env.smt and env.affinity_physical_cores is not None and env.affinity_physical_cores < env.tp:
+        yield Check(
+            "SMT",
+            "warning",
+            f"{env.tp} ranks on {env.affinity_physical_cores} physical cores: some share one",
+            "Two threads of a core slow each other down; lower --tp or widen the affinity",
+        )
+    if len(env.numa_nodes) > 1 and env.tp == 1:
+        yield Check(
+            "NUMA",
+            "info",
+            f"the usable cores are on memory nodes {', '.join(map(str, env.numa_nodes))}",
+            "A thread that moves to another node finds its memory far away; pin it with 'numactl -N NODE -m NODE'",
         )
     quota = env.container_cpu_quota
     if quota is not None and quota < max(env.tp, env.affinity_cores):
@@ -337,6 +439,13 @@ def _cpu_checks(env: Environment) -> Iterator[Check]:
             f"the container may use {quota:g} CPUs of {env.affinity_cores}",
             "Above it the kernel stops every thread until the next period; raise the limit or lower --tp",
         )
+    if quota is not None and env.quota_stops:
+        yield Check(
+            "cpu quota",
+            "info",
+            f"the kernel has stopped the container {env.quota_stops} times for using up its quota",
+            "A stop lasts up to 100 ms; if the count grows during a run, raise the limit",
+        )
     # A load of one core is the least that any running shell or build shows on a small machine.
     if env.load_1m is not None and env.load_1m > max(env.affinity_cores - env.tp, 1):
         yield Check(
@@ -344,6 +453,20 @@ def _cpu_checks(env: Environment) -> Iterator[Check]:
             "warning",
             f"load is {env.load_1m:g} on {env.affinity_cores} cores before the {env.tp} ranks start",
             "Other work will preempt ranks; stop it, or read the slow samples' causes",
+        )
+    if env.clock_source in SLOW_CLOCKS:
+        yield Check(
+            "clock",
+            "warning",
+            f"the kernel takes the time from {env.clock_source}",
+            "Reading the clock takes microseconds; boot with 'tsc=reliable' if the machine's TSC can be trusted",
+        )
+    if env.debugger:
+        yield Check(
+            "debugger",
+            "error",
+            f"process {env.debugger} traces this one",
+            "Every system call may stop for it; detach gdb or strace",
         )
 
 
@@ -377,6 +500,15 @@ def _gpu_checks(env: Environment) -> Iterator[Check]:
                 f"MIG is on ({gpu['mig']} instances)",
                 "Times are those of a slice of the GPU; do not compare them with a whole one",
             )
+        node = gpu.get("numa_node")
+        if node is not None and env.numa_nodes and node not in env.numa_nodes:
+            near = ", ".join(map(str, env.numa_nodes))
+            yield Check(
+                name,
+                "warning",
+                f"the GPU hangs on memory node {node}, the usable cores are on {near}",
+                f"Every launch crosses the sockets; start with 'numactl -N {node} -m {node}'",
+            )
         if gpu.get("persistence") is False:
             yield Check(
                 name,
@@ -387,6 +519,7 @@ def _gpu_checks(env: Environment) -> Iterator[Check]:
 
 
 LAUNCH_BLOCKING = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL")
+TEARDOWN = "TEARDOWN_CUPTI"  # PyTorch's profiler takes CUPTI down at its end if this is 1
 TRACERS = ("CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "KINETO_USE_DAEMON", "HSA_TOOLS_LIB")
 
 
@@ -434,14 +567,49 @@ def _variable_checks(env: Environment, variables: Mapping[str, str]) -> Iterator
             "set although a GPU is in use: kernels run in Triton's interpreter",
             "No time of a fused arm would mean anything; unset TRITON_INTERPRET",
         )
-    observer = env.options.get("observer") or "none"
-    if observer != "none" and variables.get("TEARDOWN_CUPTI") != "1":
+    if not env.device.startswith("cpu") and variables.get(TEARDOWN) != "1":
         yield Check(
-            "TEARDOWN_CUPTI",
-            "warning",
-            f"not set to 1 while observing with {observer}",
-            "Graph launches stay slow in a process that was profiled once; set TEARDOWN_CUPTI=1 before the start",
+            TEARDOWN,
+            "info",
+            "not set to 1: once torch.profiler has run in a process, later graph launches may stay slow",
+            f"Set {TEARDOWN}=1 before the start of a process that is to serve on afterwards; see docs/live-servers.md",
         )
+
+
+MOST_PER_NODE_US = 0.05
+"""A bare launch costs 0.002 to 0.01 us per node, one in a process that CUPTI was used in 0.2 and more."""
+
+
+def launch_check(fixed_us: float, per_node_us: float) -> Iterator[Check]:
+    """What a measured launch cost says: whether something looks on, or has left something behind."""
+    if per_node_us > MOST_PER_NODE_US:
+        yield Check(
+            "graph launch",
+            "error",
+            f"a launch takes {fixed_us:.1f} us and {per_node_us:.3f} us per node, where 0.01 is usual",
+            "A tracer is attached, or was and left CUPTI behind; start afresh without one, see docs/live-servers.md",
+        )
+
+
+def process_checks(pid: int) -> list[Check]:
+    """What a live process was started with that makes its launches slow, or will once it is profiled.
+
+    Sees the variables of its start; what it has set itself later stays unseen.
+
+    Raises:
+        EnvironmentProblem: no such process, or not ours to look at.
+    """
+    try:
+        variables = psutil.Process(pid).environ()
+    except psutil.Error as error:
+        raise EnvironmentProblem(f"--pid {pid}: {type(error).__name__}. Give a running process of this user") from None
+    traced = debugger(Path(f"/proc/{pid}/status"))
+    there = Environment(command=[], started_at="", affinity_cores=1, device=f"process {pid}", debugger=traced)
+    return checks(there, variables)
+
+
+class EnvironmentProblem(ValueError):
+    """Something that was to be looked at is not there; says what and what to do."""
 
 
 COMPARED = (

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .environment import TEARDOWN
 from .sample import Case, Sample
 from .stats import summarise
 
@@ -51,7 +52,6 @@ BODY = "body"
 WARMUPS = 3
 ROUNDS = 20  # a traced round of the whole table leaves a record for each of some 27,000 kernels
 
-TEARDOWN = "TEARDOWN_CUPTI"
 _SETTLED_ROUNDS = 2  # torch's profiler takes CUPTI down inside a later driver call, not when it ends
 
 
@@ -578,6 +578,40 @@ def fit_line(us_by_nodes: dict[int, float]) -> tuple[int, float, float | None, f
     n = len(us_by_nodes)
     errors = (float(fit.intercept_stderr), float(fit.stderr)) if n > 2 else (None, None)
     return n, float(fit.intercept), errors[0], float(fit.slope), errors[1], float(fit.rvalue) ** 2
+
+
+def launch_cost(device: str = "cuda", rounds: int = 30) -> tuple[float, float]:
+    """What a graph launch costs in this process now: (fixed, per node), us, through the driver.
+
+    A process that CUPTI has been used in shows it here: per node it pays 0.2 us and more, where 0.01 is usual. Takes
+    about a second, a few MB of device memory, and synchronises the device.
+    """
+    import torch
+
+    from .body import BodyShape, DecodeBody
+    from .graphs import GraphFactory
+
+    where = torch.device(device)
+    factory = GraphFactory(where)
+    medians = {}
+    with torch.cuda.stream(factory.stream):
+        for nodes in (1, 250, 1000):
+            graph = factory()
+            graph.capture(DecodeBody(BodyShape(nodes), where))
+            medians[nodes] = summarise([_launch_us(graph, where) for _ in range(rounds)][WARMUPS:]).p50
+    _, fixed_us, _, per_node_us, _, _ = fit_line(medians)
+    return fixed_us, per_node_us
+
+
+def _launch_us(graph: Graph, device: torch.device) -> float:
+    import torch
+
+    from .clock import monotonic_ns as clock
+
+    torch.cuda.synchronize(device)
+    before = clock()
+    graph.launch()
+    return (clock() - before) / 1e3
 
 
 def _factor(us: float | None, bare_us: float | None) -> float | None:

@@ -14,15 +14,26 @@ import pytest
 from attn_graph.profilers import environment
 from attn_graph.profilers.devices import Device, GpuRecord
 from attn_graph.profilers.environment import (
+    EnvironmentProblem,
     checks,
+    clock_source,
     collect,
     cpu_model,
     cpu_quota,
+    debugger,
     differences,
     governors,
+    gpu_numa_node,
     gpu_report,
+    launch_check,
+    numa_nodes,
+    physical_cores,
+    process_checks,
+    quota_stops,
+    smt,
     source_version,
     throttle_reasons,
+    turbo,
 )
 from attn_graph.profilers.sample import Environment
 
@@ -49,7 +60,8 @@ QUIET = Environment(
 
 
 def found(variables=None, **changes) -> list[tuple[str, str]]:
-    return [(check.name, check.level) for check in checks(replace(QUIET, **changes), variables or {})]
+    variables = {"TEARDOWN_CUPTI": "1"} | (variables or {})
+    return [(check.name, check.level) for check in checks(replace(QUIET, **changes), variables)]
 
 
 def test_a_quiet_machine_has_no_findings():
@@ -74,6 +86,20 @@ def test_a_quiet_machine_has_no_findings():
         ({"load_1m": 1.1, "tp": 16}, [("load", "warning")]),
         ({"load_1m": None}, []),
         ({"device": "cpu, no GPU: x", "gpus": []}, [("device", "info")]),
+        ({"turbo": True}, [("turbo", "info")]),
+        ({"turbo": False, "smt": True, "affinity_physical_cores": 8}, []),
+        ({"smt": True, "affinity_physical_cores": 7}, [("SMT", "warning")]),
+        ({"smt": False, "affinity_physical_cores": 7}, []),
+        ({"smt": True, "affinity_physical_cores": 4, "affinity_cores": 7}, [("affinity", "warning")]),
+        ({"numa_nodes": [0, 1], "tp": 1}, [("NUMA", "info")]),
+        ({"numa_nodes": [0], "tp": 1}, []),
+        ({"container_cpu_quota": 8.0, "quota_stops": 3}, [("cpu quota", "info")] * 2),
+        ({"container_cpu_quota": 16.0, "quota_stops": 0}, []),
+        ({"quota_stops": 3}, []),
+        ({"clock_source": "hpet"}, [("clock", "warning")]),
+        ({"clock_source": "tsc"}, []),
+        ({"clock_source": "kvm-clock"}, []),
+        ({"debugger": "7 gdb"}, [("debugger", "error")]),
     ],
 )
 def test_processor_findings(changes, expected):
@@ -87,12 +113,19 @@ def test_processor_findings(changes, expected):
         ({"throttle_reasons": ["power cap"]}, [("cuda:0", "warning")]),
         ({"mig": 2}, [("cuda:0", "warning")]),
         ({"persistence": False}, [("cuda:0", "info")]),
+        ({"numa_node": 1}, []),  # not known where our cores are
         ({"persistence": None, "throttle_reasons": None, "other_processes": None}, []),
     ],
 )
 def test_gpu_findings_only_of_gpus_in_use(changes, expected):
     assert found(gpus=[GPU | changes]) == expected
     assert found(gpus=[GPU | changes | {"cuda_index": None}]) == []
+
+
+def test_a_gpu_on_another_socket_than_the_cores_is_named():
+    far = [GPU | {"numa_node": 1}]
+    assert found(gpus=far, numa_nodes=[0]) == [("cuda:0", "warning")]
+    assert found(gpus=far, numa_nodes=[1]) == [] == found(gpus=far, numa_nodes=[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -114,11 +147,35 @@ def test_the_interpreter_is_right_where_there_is_no_gpu():
     assert found({"TRITON_INTERPRET": "1"}, device="cpu", gpus=[]) == [("device", "info")]
 
 
-def test_an_observer_needs_cupti_torn_down():
-    observed = {"options": {"observer": "torch-cuda"}}
-    assert found(**observed) == [("TEARDOWN_CUPTI", "warning")]
-    assert found({"TEARDOWN_CUPTI": "1"}, **observed) == []
-    assert found(options={"observer": "none"}) == []
+def test_a_gpu_user_is_told_what_profiling_leaves_behind_unless_it_is_torn_down():
+    for value in ("0", "", "yes"):
+        assert found({"TEARDOWN_CUPTI": value}) == [("TEARDOWN_CUPTI", "info")]
+    assert found({"TEARDOWN_CUPTI": "0"}, device="cpu", gpus=[]) == [("device", "info")]
+
+
+def test_a_launch_that_costs_by_the_node_is_an_error_and_a_bare_one_is_not():
+    assert [c.level for c in launch_check(6.0, 0.19)] == ["error"]  # left behind by a CPU-only profile on an H200
+    assert [c.level for c in launch_check(6.0, 0.71)] == ["error"]  # traced
+    assert list(launch_check(34.0, 0.011)) == []  # a slow host, untraced
+
+
+def test_a_live_process_is_judged_by_the_variables_it_was_started_with():
+    def names(**variables) -> list[str]:
+        start = {k: v for k, v in os.environ.items() if not k.startswith(("TEARDOWN", "TRITON", "CUDA", "NVTX"))}
+        start |= variables
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env=start
+        )
+        try:
+            return [check.name for check in process_checks(child.pid)]
+        finally:
+            child.communicate()
+
+    assert names() == ["TEARDOWN_CUPTI"]
+    assert names(TEARDOWN_CUPTI="1") == []
+    assert names(TEARDOWN_CUPTI="1", CUDA_INJECTION64_PATH="/x.so") == ["CUDA_INJECTION64_PATH"]
+    with pytest.raises(EnvironmentProblem, match="--pid 1073741824: NoSuchProcess"):
+        process_checks(2**30)
 
 
 def test_the_worst_comes_first():
@@ -160,6 +217,66 @@ def test_governors_are_those_of_the_cores_we_may_use(tmp_path):
     assert governors((1, 2), tmp_path) == "performance"
     assert governors((0, 1), tmp_path) == "performance, powersave"
     assert governors((9,), tmp_path) == ""
+
+
+def write(root, **files):
+    """Files under `root`; ``__`` in a name is a slash."""
+    for name, content in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def test_smt_turbo_and_clock_are_read_where_the_kernel_shows_them(tmp_path):
+    assert (smt(tmp_path), turbo(tmp_path), clock_source(tmp_path)) == (None, None, "")
+    write(tmp_path, smt__active="1\n", cpufreq__boost="1\n", current_clocksource="hpet\n")
+    assert (smt(tmp_path), turbo(tmp_path), clock_source(tmp_path)) == (True, True, "hpet")
+    write(tmp_path, intel_pstate__no_turbo="1\n", smt__active="0\n")  # Intel's switch says what is off
+    assert (smt(tmp_path), turbo(tmp_path)) == (False, False)
+    write(tmp_path, intel_pstate__no_turbo="0\n")
+    assert turbo(tmp_path) is True
+
+
+def test_two_threads_of_a_core_are_one_physical_core(tmp_path):
+    for cpu, (package, core) in enumerate(((0, 0), (0, 0), (0, 1), (1, 0))):
+        write(tmp_path / f"cpu{cpu}" / "topology", physical_package_id=f"{package}\n", core_id=f"{core}\n")
+    assert physical_cores((0, 1), tmp_path) == 1
+    assert physical_cores((0, 1, 2, 3), tmp_path) == 3
+    assert physical_cores((0, 9), tmp_path) is None and physical_cores((), tmp_path) is None
+
+
+def test_memory_nodes_are_those_of_the_cores_we_may_use(tmp_path):
+    write(tmp_path, node0__cpulist="0-3,8\n", node1__cpulist="4-7\n", node2__cpulist="\n", nodeinfo="x")
+    assert numa_nodes((1, 8), tmp_path) == [0]
+    assert numa_nodes((3, 4), tmp_path) == [0, 1]
+    assert numa_nodes((9,), tmp_path) == []
+
+
+def test_the_memory_node_of_a_gpu_is_read_by_its_bus_address(tmp_path):
+    write(tmp_path / "0000:1b:00.0", numa_node="1\n")
+    write(tmp_path / "0000:2b:00.0", numa_node="-1\n")
+    assert gpu_numa_node((0, 0x1B, 0), tmp_path) == 1
+    assert gpu_numa_node((0, 0x2B, 0), tmp_path) is None and gpu_numa_node((0, 1, 0), tmp_path) is None
+
+
+def test_stops_of_the_quota_are_the_most_that_any_group_around_us_saw(tmp_path):
+    (tmp_path / "self").write_text("0::/a/b\n")
+    assert quota_stops(tmp_path / "cgroup", tmp_path / "self") is None
+    stat = "usage_usec 5\nnr_periods 9\nnr_throttled {}\nthrottled_usec 7\n"
+    for group, stops in (("a", 4), ("a/b", 2)):
+        (tmp_path / "cgroup" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / group / "cpu.stat").write_text(stat.format(stops))
+    assert quota_stops(tmp_path / "cgroup", tmp_path / "self") == 4
+
+
+def test_a_debugger_is_named(tmp_path):
+    status = tmp_path / "status"
+    status.write_text("Name:\tx\nTracerPid:\t0\n")
+    assert debugger(status) == "" and debugger(tmp_path / "absent") == ""
+    status.write_text(f"TracerPid:\t{os.getpid()}\n")
+    assert debugger(status) == f"{os.getpid()} {psutil.Process().name()}"
+    status.write_text(f"TracerPid:\t{2**30}\n")
+    assert debugger(status) == str(2**30)
 
 
 def test_cpu_model_is_read_or_falls_back(tmp_path):
