@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
+from types import ModuleType
+
+import torch
 
 from .base import PeerMissing
 from .modes import TailPolicy
@@ -18,10 +21,11 @@ from .modes import TailPolicy
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A page-table update as an engine ships it.
+    """A rebuild as an engine ships it.
 
     Attributes:
-        update: takes the keyword arguments of `kernels.decode_metadata.update_decode_metadata`, tail and config apart.
+        update: rebuilds in place. For page tables it takes the keyword arguments of
+            `kernels.decode_metadata.update_decode_metadata`, tail and config apart; for index lists, `_index_lists`'s.
         tail: what it leaves right of a row's live prefix.
         source: file it came from, relative to the installed packages.
         release: the engine's name and version.
@@ -37,6 +41,12 @@ _PAGE_TABLE_UPDATES = (
     # sglang 0.5.15 rewrites the table's whole width, 0.5.23 stops at each row's live length.
     ("sglang/srt/layers/attention/triton_ops/trtllm_mha_graph_metadata.py", TailPolicy.STATIC_FULL),
     ("sglang/kernels/ops/attention/trtllm_mha_graph_metadata.py", TailPolicy.LIVE_ONLY),
+)
+
+
+_INDEX_LISTS = (
+    "sglang/srt/layers/attention/triton_ops/kv_indices.py",
+    "sglang/kernels/ops/attention/kv_indices.py",
 )
 
 
@@ -61,10 +71,54 @@ def page_table_update_in(site: Path) -> Peer:
     """
     for relative, tail in _PAGE_TABLE_UPDATES:
         if (site / relative).is_file():
-            update = _function(site / relative, "update_trtllm_mha_graph_metadata")
+            update = _module(site / relative).update_trtllm_mha_graph_metadata
             return Peer(update, tail, relative, _release(site))
-    known = " or ".join(relative for relative, _ in _PAGE_TABLE_UPDATES)
-    raise PeerMissing(f"sglang in {site} has no {known}: its arms are left out")
+    raise _elsewhere(site, [relative for relative, _ in _PAGE_TABLE_UPDATES])
+
+
+def index_lists_in(site: Path) -> Peer:
+    """SGLang's CSR index lists from the packages installed under `site`: a running sum by PyTorch, lists by its kernel.
+
+    Raises:
+        PeerMissing: this release keeps the kernel elsewhere.
+    """
+    for relative in _INDEX_LISTS:
+        if (site / relative).is_file():
+            update = partial(_index_lists, _module(site / relative))
+            return Peer(update, TailPolicy.LIVE_ONLY, relative, _release(site))
+    raise _elsewhere(site, list(_INDEX_LISTS))
+
+
+def _index_lists(
+    engine: ModuleType,
+    *,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+) -> None:
+    """Launch as the engine's triton backend does at a replay, where no length is known on the host.
+
+    Args:
+        req_to_token: [rows, width] int32. req_pool_indices, seq_lens: [B].
+        kv_indptr: [B + 1] int32, out from index 1. kv_indices: [capacity] int32 or int64, out.
+    """
+    bs = seq_lens.shape[0]
+    kv_indptr[1:] = torch.cumsum(seq_lens, dim=0)
+    options, blocks = {}, 1
+    if hasattr(engine, "spec_kv_index_token_blocks"):  # later releases let several programs share a request
+        width = req_to_token.shape[1]
+        blocks = engine.spec_kv_index_token_blocks(table_width=width, kv_lens_sum=None, batch_size=bs)
+        options = {"TOKEN_BLOCK_PARALLEL": blocks > 1}
+    grid = (bs, blocks) if blocks > 1 else (bs,)
+    engine.create_flashinfer_kv_indices_triton[grid](
+        req_to_token, req_pool_indices, seq_lens, kv_indptr, None, kv_indices, req_to_token.stride(0), **options
+    )
+
+
+def _elsewhere(site: Path, known: list[str]) -> PeerMissing:
+    return PeerMissing(f"sglang in {site} has no {' or '.join(known)}: its arms are left out")
 
 
 def _release(site: Path) -> str:
@@ -73,8 +127,8 @@ def _release(site: Path) -> str:
     return f"sglang {found.version}" if found else "sglang"
 
 
-def _function(path: Path, name: str) -> Callable[..., None]:
+def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"attn_graph_peer_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return module

@@ -1,15 +1,21 @@
-"""How far a fused rebuild is from what the device allows, beside the kernels that engines ship.
+"""How far our fused rebuilds are from what the device allows, beside the kernels that engines ship.
 
-The floor of a point is a kernel that only follows the rebuild's chain of dependent loads (row, slot, store) plus the
-bytes it must move over the measured copy bandwidth. Everything is a marginal time in a graph, taken in turns.
+The floor of a point is a kernel that only follows the rebuild's chain of dependent loads (row, slot, with a window the
+mapping, store) plus the bytes it must move over the measured copy bandwidth. Everything is a marginal time in a graph,
+taken in turns.
+
+Two settings of ours: `default` is what runs untuned; `tuned` is the best of a few neighbours of it, found in this run
+and then timed anew, in turns with everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,19 +23,24 @@ import triton
 import triton.language as tl
 
 from ..backends.batch import context_lengths, parse_context
-from ..backends.kernels.decode_metadata import DecodeMetadataConfig, default_config, update_decode_metadata
+from ..backends.kernels import csr_metadata, decode_metadata
+from ..backends.kernels.csr_metadata import CsrConfig, CsrMetadata, CsrTables
+from ..backends.kernels.decode_metadata import DecodeMetadataConfig, update_decode_metadata
 from ..backends.kernels.launch import launch
-from ..backends.peers import Peer, page_table_update_in
-from .device_time import GpuTimer, interleaved_us
+from ..backends.peers import Peer, index_lists_in, page_table_update_in
+from .device_time import Body, GpuTimer, interleaved_us
 
 SECTOR_BYTES = 32
 REPEATS = 9
+ROUGH_REPEATS = 3
+DECODE, CSR = "decode_metadata", "csr_metadata"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One shape of the page-table rebuild. Lengths in tokens; `context` as for `--context`."""
+    """One shape of a rebuild. Lengths in tokens; `context` as for `--context`."""
 
+    kernel: str
     bs: int
     context: str
     page_size: int
@@ -37,7 +48,7 @@ class Point:
     swa: bool
 
 
-_SHAPES = (
+_PAGE_TABLES = (
     (1, "128", 64, 1_048_576),
     (1, "4096", 64, 131_072),
     (1, "131072", 64, 131_072),
@@ -55,13 +66,22 @@ _SHAPES = (
     (1024, "1024", 64, 8_192),
     (64, "loguniform:1:131072", 64, 131_072),
 )
-POINTS = tuple(Point(*shape, swa) for shape in _SHAPES for swa in (False, True))
+_INDEX_LISTS = (
+    (1, "1048576", 1, 1_048_576),
+    (64, "32768", 1, 131_072),
+    (256, "4096", 1, 131_072),
+    (64, "loguniform:1:131072", 1, 131_072),
+)
+POINTS = (
+    *(Point(DECODE, *shape, swa) for shape in _PAGE_TABLES for swa in (False, True)),
+    *(Point(CSR, *shape, False) for shape in _INDEX_LISTS),
+)
 """From interactive to saturated, from short lengths under a large captured maximum to lengths at the maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloorRow:
-    """One point, cache state and peer. Times are medians in us; `peer` is blank where none is at hand."""
+    """One point, cache state, setting and peer. Times are medians in us; `peer` is blank where none is at hand."""
 
     kernel: str
     bs: int
@@ -75,122 +95,212 @@ class FloorRow:
     peer_us: float | None
     floor_us: float
     config: str
+    setting: str
 
 
-def measure(
-    points: Iterable[Point],
-    peers: Iterable[Path],
-    device: torch.device,
-    tuned: Callable[[Point], DecodeMetadataConfig | None] = lambda point: None,
-) -> Iterator[FloorRow]:
-    """Measure every point, hot and cold, with every peer in the same run.
+def measure(points: Iterable[Point], peers: Iterable[Path], device: torch.device) -> Iterator[FloorRow]:
+    """Measure every point, hot and cold, both settings and every peer in the same run.
 
     Args:
         peers: folders that hold an installed ``sglang``.
-        tuned: block sizes for a point; the default where it returns None.
 
     Raises:
         DeviceError: there is no GPU.
-        ValueError: a peer's result differs from ours in a live cell.
+        PeerMissing: a folder has no kernel that we know.
+        ValueError: a peer's result, or that of a setting, differs from ours in a live cell.
     """
     timer = GpuTimer(device)
-    found = {str(site): page_table_update_in(site) for site in peers}
+    sites = list(peers)
+    find = {DECODE: page_table_update_in, CSR: index_lists_in}
+    found = {kernel: {str(site): find[kernel](site) for site in sites} for kernel in find}
     bandwidth = copy_bytes_per_us(timer, device)
     for point in points:
-        inputs = _Inputs(point, device)
-        config = tuned(point) or default_config(point.bs, inputs.columns)
-        bodies = {"ours": inputs.ours(config), "chain": inputs.chain()}
-        bodies |= {name: inputs.peer(peer) for name, peer in found.items()}
-        for name in found:
-            inputs.check_equal(bodies["ours"], bodies[name], name)
-        for cold in (False, True):
-            times = interleaved_us(bodies, device=device, cold=cold, repeats=REPEATS, timer=timer)
-            mid = {name: median(values) for name, values in times.items()}
-            floor = mid["chain"] + inputs.least_bytes / bandwidth
-            for name in found or {"": None}:
+        yield from _rows(point, found[point.kernel], bandwidth, timer, device)
+
+
+def _rows(
+    point: Point, peers: dict[str, Peer], bandwidth: float, timer: GpuTimer, device: torch.device
+) -> Iterator[FloorRow]:
+    inputs = _INPUTS[point.kernel](point, device)
+    default, *others = candidates(point)
+    bodies = {config: inputs.ours(config) for config in (default, *others)}
+    theirs = {name: inputs.peer(peer) for name, peer in peers.items()}
+    _compile([*bodies.values(), *theirs.values()], device)
+    for other in (*(bodies[c] for c in others), *theirs.values()):
+        inputs.check_equal(bodies[default], other)
+    best = _best(bodies, timer, device)
+    arms: dict[str, Body] = {"default": bodies[default], "chain": inputs.chain(), **theirs}
+    if best != default:
+        arms["tuned"] = bodies[best]
+    for cold in (False, True):
+        times = interleaved_us(arms, device=device, cold=cold, repeats=REPEATS, timer=timer)
+        mid = {name: median(values) for name, values in times.items()}
+        floor = mid["chain"] + inputs.least_bytes / bandwidth
+        for setting, config in (("default", default), ("tuned", best)):
+            ours = mid.get(setting, mid["default"])
+            for name in peers or {"": None}:
                 yield FloorRow(
-                    "decode_metadata", point.bs, point.context, point.page_size, point.max_context, point.swa,
-                    "cold" if cold else "hot", round(mid["ours"], 3), found[name].release if name else "",
+                    point.kernel, point.bs, point.context, point.page_size, point.max_context, point.swa,
+                    "cold" if cold else "hot", round(ours, 3), peers[name].release if name else "",
                     round(mid[name], 3) if name else None, round(floor, 3),
-                    " ".join(f"{k}={v}" for k, v in config.as_dict().items()),
+                    " ".join(f"{k}={v}" for k, v in config.as_dict().items()), setting,
                 )  # fmt: skip
-        del inputs, bodies
+
+
+def _best(bodies: dict[Any, Body], timer: GpuTimer, device: torch.device) -> Any:
+    """The setting with the least hot and cold times, by their product: one setting serves both."""
+    score = dict.fromkeys(bodies, 1.0)
+    for cold in (False, True):
+        times = interleaved_us(bodies, device=device, cold=cold, repeats=ROUGH_REPEATS, timer=timer)
+        for config, values in times.items():
+            score[config] *= median(values)
+    sound = {config: value for config, value in score.items() if value > 0}  # a difference of two times can be negative
+    return min(sound, key=sound.get)
+
+
+def _compile(bodies: list[Body], device: torch.device) -> None:
+    """Run each body once, side by side: most of a compiler's work leaves the interpreter free."""
+
+    def run(body: Body) -> None:
+        with torch.cuda.device(device):
+            body()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(run, bodies))
+    torch.cuda.synchronize(device)
+
+
+def candidates(point: Point) -> list[DecodeMetadataConfig] | list[CsrConfig]:
+    """Settings to try at a point, the default first, then its neighbours: each changes one thing, or trades two."""
+    if point.kernel == CSR:
+        return _list_candidates(csr_metadata.default_config(point.bs, point.max_context), point.max_context)
+    columns = -(-point.max_context // point.page_size)
+    return _table_candidates(decode_metadata.default_config(point.bs, columns), columns)
+
+
+def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetadataConfig]:
+    k, rows, most = d.programs_per_row, d.rows, decode_metadata.MOST_COLUMNS
+    tried = [
+        d,
+        replace(d, early=0 if d.early else min(d.block, 128)),
+        replace(d, programs_per_row=2 * k, block=max(d.block // 2, 32)),
+        replace(d, programs_per_row=2 * k),
+        replace(d, programs_per_row=max(k // 2, 1), block=min(2 * d.block, most // rows)),
+        replace(d, programs_per_row=max(k // 4, 1), block=min(2 * d.block, most // rows)),
+        replace(d, block=max(d.block // 4, 32), num_warps=2),
+        replace(d, num_warps=8 if d.num_warps < 8 else 4),
+        replace(d, rows=2 * rows, block=max(min(d.block, most // (2 * rows)), 32), early=0),
+        replace(d, rows=1, block=min(d.block, 128), num_warps=4),
+        DecodeMetadataConfig(1, 64, 1, 1, 32),
+    ]
+    return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max(columns, 64)))
+
+
+def _list_candidates(d: CsrConfig, max_context: int) -> list[CsrConfig]:
+    k = d.programs_per_row
+    tried = [
+        d,
+        replace(d, programs_per_row=2 * k),
+        replace(d, programs_per_row=2 * k, block=d.block // 2, num_warps=4),
+        replace(d, programs_per_row=4 * k, block=d.block // 4, num_warps=4),
+        replace(d, programs_per_row=max(k // 2, 1)),
+        replace(d, block=d.block // 2, num_warps=4),
+        replace(d, num_warps=4 if d.num_warps == 8 else 8),
+    ]
+    return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max_context))
 
 
 def copy_bytes_per_us(timer: GpuTimer, device: torch.device, size: int = 2**31) -> float:
-    """Bytes read and written per us by a device-to-device copy of `size` bytes."""
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.random_(0, 255)
-    times = interleaved_us({"copy": lambda: target.copy_(source)}, device=device, counts=(1, 3), timer=timer)
-    return 2 * size / median(times["copy"])
+    """Bytes read and written per us by the faster of a copy engine and a kernel that copies `size` bytes."""
+    source, target = (torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(2))
+    source.random_()
+    ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.bitwise_not(source, out=target)}
+    times = interleaved_us(ways, device=device, counts=(1, 5), timer=timer)
+    return 2 * size / min(median(values) for values in times.values())
 
 
-class _Inputs:
+class _Inputs(Protocol):
     """Random tables and lengths of one point, and the calls that rebuild from them."""
+
+    least_bytes: int
+
+    def ours(self, config: Any) -> Body: ...
+
+    def peer(self, peer: Peer) -> Body: ...
+
+    def chain(self) -> Body: ...
+
+    def check_equal(self, ours: Body, other: Body) -> None: ...
+
+
+class _Tables:
+    """What both families read: a slot table, requests at random rows of it, and their lengths."""
 
     def __init__(self, point: Point, device: torch.device) -> None:
         rng = np.random.default_rng(0)
-        b, p = point.bs, point.page_size
-        self.point = point
-        self.columns = -(-point.max_context // p)
+        self.point, self.device = point, device
         # Slots at random, not whole tables of distinct pages: a table of this size takes minutes to permute, and no
         # kernel's time depends on which page a slot is in.
-        slots = 2**22
-        self.table = torch.randint(0, slots, (b + 1, point.max_context), dtype=torch.int32, device=device)
-        self.mapping = torch.randint(0, slots, (slots + 1,), dtype=torch.int64, device=device) if point.swa else None
-        lengths = context_lengths(parse_context(point.context), b, point.max_context, rng)
-        self.live_pages = int(sum(-(-int(n) // p) for n in lengths))
-        self.lens = torch.from_numpy(lengths).to(device)
-        self.rows = torch.from_numpy(1 + rng.permutation(b)).to(device)
-        self.loc = torch.randint(0, slots, (b,), dtype=torch.int64, device=device)
-        self.device = device
+        self.slots = 2**22
+        self.table = torch.randint(0, self.slots, (point.bs + 1, point.max_context), dtype=torch.int32, device=device)
+        self.lengths = context_lengths(parse_context(point.context), point.bs, point.max_context, rng)
+        self.lens = torch.from_numpy(self.lengths).to(device)
+        self.rows = torch.from_numpy(1 + rng.permutation(point.bs)).to(device)
+
+    def chain(self) -> Body:
+        out = torch.zeros(1, dtype=torch.int32, device=self.device)
+        mapping = getattr(self, "mapping", None)
+        args = (self.rows, self.table, out if mapping is None else mapping, out, self.table.stride(0))
+        options = {"HAS_SWA": mapping is not None, "num_warps": 1}
+        return lambda: launch(_chain_kernel, (1,), args, options)
+
+    def _int32(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
+
+
+class _PageTables(_Tables):
+    def __init__(self, point: Point, device: torch.device) -> None:
+        super().__init__(point, device)
+        self.columns = -(-point.max_context // point.page_size)
+        shape = (self.slots + 1,)
+        self.mapping = torch.randint(0, self.slots, shape, dtype=torch.int64, device=device) if point.swa else None
+        self.loc = torch.randint(0, self.slots, (point.bs,), dtype=torch.int64, device=device)
 
     @property
     def least_bytes(self) -> int:
         """A live page costs a sector of the table (or 4 bytes where pages are small) and a 4-byte store; with a
         sliding window also a random sector and another store."""
+        pages = int(np.sum(-(-self.lengths // self.point.page_size)))
         read = min(4 * self.point.page_size, SECTOR_BYTES)
-        window = SECTOR_BYTES + 4 if self.point.swa else 0
-        return self.live_pages * (read + 4 + window)
+        return pages * (read + 4 + (SECTOR_BYTES + 4 if self.point.swa else 0))
 
     def _arguments(self) -> dict:
-        b = self.point.bs
-        int32 = {"dtype": torch.int32, "device": self.device}
-        swa = self.point.swa
+        b, swa = self.point.bs, self.point.swa
         return {
             "req_pool_indices": self.rows,
             "seq_lens": self.lens,
             "req_to_token": self.table,
-            "cache_seqlens": torch.zeros(b, **int32),
-            "cu_seqlens_k": torch.zeros(b + 1, **int32),
-            "page_table": torch.zeros(b, self.columns, **int32),
+            "cache_seqlens": self._int32(b),
+            "cu_seqlens_k": self._int32(b + 1),
+            "page_table": self._int32(b, self.columns),
             "bs": b,
             "seqlen_offset": 0,
             "max_seq_pages": self.columns,
             "page_size": self.point.page_size,
             "swa_mapping": self.mapping,
-            "swa_page_table": torch.zeros(b, self.columns, **int32) if swa else None,
+            "swa_page_table": self._int32(b, self.columns) if swa else None,
             "out_cache_loc": self.loc if swa else None,
             "swa_out_cache_loc": torch.zeros(b, dtype=torch.int64, device=self.device) if swa else None,
         }
 
-    def ours(self, config: DecodeMetadataConfig) -> Callable[[], None]:
-        arguments = self._arguments()
-        return _call(update_decode_metadata, arguments | {"config": config})
+    def ours(self, config: DecodeMetadataConfig) -> Body:
+        return _call(update_decode_metadata, self._arguments() | {"config": config})
 
-    def peer(self, peer: Peer) -> Callable[[], None]:
+    def peer(self, peer: Peer) -> Body:
         return _call(peer.update, self._arguments())
 
-    def chain(self) -> Callable[[], None]:
-        out = torch.zeros(1, dtype=torch.int32, device=self.device)
-        args = (self.rows, self.table, out, self.table.stride(0))
-        return lambda: launch(_chain_kernel, (1,), args, {"num_warps": 1})
-
-    def check_equal(self, ours: Callable[[], None], peer: Callable[[], None], name: str) -> None:
-        ours()
-        peer()
-        torch.cuda.synchronize(self.device)
-        mine, theirs = ours.arguments, peer.arguments
+    def check_equal(self, ours: Body, other: Body) -> None:
+        mine, theirs = ours.arguments, other.arguments
         columns = torch.arange(self.columns, device=self.device)
         live = columns[None] < ((self.lens + self.point.page_size - 1) // self.point.page_size)[:, None]
         for field in ("cache_seqlens", "cu_seqlens_k", "swa_out_cache_loc", "page_table", "swa_page_table"):
@@ -199,10 +309,51 @@ class _Inputs:
                 continue
             same = torch.equal(a[live], b[live]) if a.dim() == 2 else torch.equal(a, b)
             if not same:
-                raise ValueError(f"{name} and ours differ in {field} at {self.point}: times would mean nothing")
+                raise ValueError(f"two results differ in {field} at {self.point}: times would mean nothing")
 
 
-def _call(function: Callable[..., None], arguments: dict) -> Callable[[], None]:
+class _IndexLists(_Tables):
+    """Token-granular lists of int64 slots, as SGLang's triton backend has them."""
+
+    @property
+    def least_bytes(self) -> int:
+        """4 bytes read and 8 written per token."""
+        return 12 * int(np.sum(self.lengths))
+
+    def _arguments(self) -> dict:
+        b = self.point.bs
+        return {
+            "req_to_token": self.table,
+            "req_pool_indices": self.rows,
+            "seq_lens": self.lens,
+            "kv_indptr": self._int32(b + 1),
+            "kv_indices": torch.zeros(int(np.sum(self.lengths)), dtype=torch.int64, device=self.device),
+        }
+
+    def ours(self, config: CsrConfig) -> Body:
+        arguments = self._arguments()
+        tables = CsrTables(arguments["kv_indptr"], arguments["kv_indices"])
+        rebuild = CsrMetadata(tables, config, self.table, self.point.bs)
+
+        def body() -> None:
+            rebuild(self.rows, self.lens)
+
+        body.arguments = arguments
+        return body
+
+    def peer(self, peer: Peer) -> Body:
+        return _call(peer.update, self._arguments())
+
+    def check_equal(self, ours: Body, other: Body) -> None:
+        for field in ("kv_indptr", "kv_indices"):
+            if not torch.equal(ours.arguments[field], other.arguments[field]):
+                raise ValueError(f"two results differ in {field} at {self.point}: times would mean nothing")
+
+
+_INPUTS: dict[str, Callable[[Point, torch.device], _Inputs]] = {DECODE: _PageTables, CSR: _IndexLists}
+
+
+def _call(function: Callable[..., None], arguments: dict) -> Body:
     def body() -> None:
         function(**arguments)
 
@@ -211,6 +362,9 @@ def _call(function: Callable[..., None], arguments: dict) -> Callable[[], None]:
 
 
 @triton.jit
-def _chain_kernel(rows, table, out, stride):
+def _chain_kernel(rows, table, mapping, out, stride, HAS_SWA: tl.constexpr):
     row = tl.load(rows).to(tl.int64)
-    tl.store(out, tl.load(table + row * stride))
+    slot = tl.load(table + row * stride)
+    if HAS_SWA:
+        slot = tl.load(mapping + slot).to(tl.int32)
+    tl.store(out, slot)

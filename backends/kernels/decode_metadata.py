@@ -82,9 +82,8 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     programs_per_row = min(_power_of_two_up_to(max(programs * rows // bs, 1)), -(-max_seq_pages // FEWEST_COLUMNS))
     share = -(-max_seq_pages // programs_per_row)
     block = min(max(1 << (share - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS // rows)
-    return DecodeMetadataConfig(
-        programs_per_row, block, 4 if block > 64 else 1, rows, 0 if rows > 1 else min(block, 128)
-    )
+    warps = 1 if block * rows <= 64 else 8 if block * rows == MOST_COLUMNS else 4
+    return DecodeMetadataConfig(programs_per_row, block, warps, rows, min(block, 128) if bs <= 16 else 0)
 
 
 def _power_of_two_up_to(n: int) -> int:
