@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +20,8 @@ from .errors import CliError, ExitCode
 if TYPE_CHECKING:
     from ..profilers.conformance import Finding
 
-MOST_JOBS = 8
+MOST_JOBS_ON_GPU = 32
+"""Each process holds a context of half a gigabyte and its own tables there; more only wait for one another."""
 
 
 def verify(
@@ -36,12 +40,20 @@ def verify(
         str,
         typer.Option("--check", help="Checks, comma list of ids (C3, L1), C, L, faults, fault:NAME, or 'all'."),
     ] = "all",
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes. Default: one a core, at most 32 on a GPU.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="CSV file, made anew, a row for each finding as soon as it is known."),
+    ] = None,
     as_json: options.Json = False,
 ) -> ExitCode:
     """Prove that every rebuild is right under capture and replay, and that known faults would be noticed.
 
     Each arm is replayed over sequences of batches on poisoned buffers and compared with an oracle, cell by cell; then
-    come the rules of capture and replay. Exit code 1 if anything is wrong.
+    come the rules of capture and replay. Exit code 1 if anything is wrong. Ctrl-C
+    keeps what is known; checks that had begun are told as interrupted.
 
     Example: attn-graph verify --backend trtllm_mha --mode decode
     """
@@ -57,7 +69,6 @@ def verify(
     from ..profilers.conformance import verify as findings_of
 
     checks = None if check == "all" else _checks(check, list(CHECKS))
-    jobs = min(MOST_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     found = findings_of(
         names,
         None if wanted is None else [ForwardMode(name) for name in wanted],
@@ -65,14 +76,67 @@ def verify(
         full=full,
         checks=checks,
         arms=arms,
-        jobs=jobs,
+        jobs=jobs or _usual_jobs(where.is_cuda),
     )
-    found = _watched(found)
+    with _stopped_like_ctrl_c():
+        known, interrupted = _watched(found if out is None else _written(found, out))
+    known.sort(key=_as_listed(names))
     if as_json:
-        typer.echo(json.dumps([asdict(f) for f in found], indent=2))
-    else:
-        _print(found, {c.id: c.title for c in CHECKS.values()}, where.title)
-    return ExitCode.FOUND_WRONG if any(f.status == "fail" for f in found) else ExitCode.OK
+        typer.echo(json.dumps([asdict(f) for f in known], indent=2))
+    elif known:
+        _print(known, {c.id: c.title for c in CHECKS.values()}, where.title)
+    if interrupted:
+        raise KeyboardInterrupt
+    if not known:
+        raise CliError("nothing was checked: no such fault, or no backend has the modes asked for")
+    return ExitCode.FOUND_WRONG if any(f.status == "fail" for f in known) else ExitCode.OK
+
+
+def _usual_jobs(on_gpu: bool) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_JOBS_ON_GPU) if on_gpu else cores
+
+
+@contextmanager
+def _stopped_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, as job schedulers send it, keeps what is known too."""
+
+    def stop(signum: int, frame: object) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _as_listed(names: Sequence[str]):
+    """Order of a report: backends as asked for, their modes, the checks of each."""
+    from ..backends.registry import lookup
+
+    modes = {name: lookup(name).modes for name in names}
+
+    def key(f: Finding) -> tuple:
+        numbered = f.check[1:].isdigit()  # sizes before the checks, faults behind them
+        place = (1, f.check[0], int(f.check[1:])) if numbered else (2 * f.check.startswith("fault:"), f.check, 0)
+        return names.index(f.backend), place[0] == 2, modes[f.backend].index(f.mode), place
+
+    return key
+
+
+def _written(found: Iterable[Finding], path: Path) -> Iterator[Finding]:
+    """Hand findings on, each after it is on disk."""
+    from ..profilers.conformance import Finding
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.DictWriter(file, [f.name for f in fields(Finding)])
+        rows.writeheader()
+        for finding in found:
+            rows.writerow(asdict(finding))
+            file.flush()
+            yield finding
 
 
 def _modes(text: str, names: Sequence[str]) -> list[str] | None:
@@ -106,20 +170,24 @@ def _checks(text: str, known: list[str]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _watched(found: Iterable[Finding]) -> list[Finding]:
-    """Collect findings; on a terminal, say how far they have come."""
+def _watched(found: Iterable[Finding]) -> tuple[list[Finding], bool]:
+    """Collect findings, and whether they were interrupted; on a terminal, say how far they have come."""
     from rich.console import Console
 
     console, collected = Console(stderr=True), []
     with console.status("verify") if console.is_terminal else nullcontext() as status:
-        for finding in found:
-            collected.append(finding)
-            if status is not None:
-                failed = sum(f.status == "fail" for f in collected)
-                status.update(f"{finding.backend} {finding.mode}: {len(collected)} checks, {failed} failed")
-    if not collected:
-        raise CliError("nothing was checked: no such fault, or no backend has the modes asked for")
-    return collected
+        try:
+            for finding in found:
+                collected.append(finding)
+                if status is not None:
+                    failed = sum(f.status == "fail" for f in collected)
+                    status.update(f"{finding.backend} {finding.mode}: {len(collected)} checks, {failed} failed")
+        except KeyboardInterrupt:
+            return collected, True
+    return collected, False
+
+
+_USUAL = {"pass": "passed", "fail": "failed", "skip": "skipped"}
 
 
 def _print(found: Sequence[Finding], titles: dict[str, str], where: str) -> None:
@@ -131,13 +199,16 @@ def _print(found: Sequence[Finding], titles: dict[str, str], where: str) -> None
     table = Table(title=f"Conformance on {where}", title_justify="left")
     for heading in ("backend", "mode"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("passed", "failed", "skipped"):
-        table.add_column(heading, overflow="fold")
+    states = {"pass": "green", "fail": "bold red", "skip": "dim", "interrupted": "yellow"}
+    states = {
+        state: style for state, style in states.items() if state in _USUAL or any(f.status == state for f in found)
+    }
+    for state in states:
+        table.add_column(_USUAL.get(state, state), overflow="fold")
     rules = [f for f in found if not f.check.startswith("fault:")]
     for backend, mode in dict.fromkeys((f.backend, f.mode) for f in rules):
         row = [f for f in rules if (f.backend, f.mode) == (backend, mode)]
-        cells = [_ids(row, status) for status in ("pass", "fail", "skip")]
-        table.add_row(backend, mode, Text(cells[0], "green"), Text(cells[1], "bold red"), Text(cells[2], "dim"))
+        table.add_row(backend, mode, *(Text(_ids(row, state), style) for state, style in states.items()))
     if rules:
         console.print(table)
     faults = [f for f in found if f.check.startswith("fault:")]

@@ -9,7 +9,7 @@ Checks know no backend: the oracle says what each metadata field must hold, `ten
 
 from . import device, hooks, lint, pointers, values  # noqa: F401  they register their checks
 from .findings import CHECKS, Check, Finding, Note, Skip, judge
-from .matrix import verify
+from .run import verify
 from .subject import Rig, Subject
 
 __all__ = ["CHECKS", "Check", "Finding", "Note", "Rig", "Skip", "Subject", "judge", "verify"]

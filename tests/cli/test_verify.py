@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import subprocess
@@ -50,10 +51,41 @@ def test_a_worker_that_dies_is_a_failure_of_what_it_was_checking(cli, third_part
     (tmp_path / "broken_backend.py").write_text(dying)
     done = cli("verify", "--backend", "broken", "--check", "C3", "--arm", "fused", "--json", env=third_party)
     assert done.code == 1
-    assert {(f["mode"], f["check"], f["status"]) for f in json.loads(done.out)} == {
+    found = json.loads(done.out)
+    assert {(f["mode"], f["check"], f["status"]) for f in found if f["check"] != "sizes"} == {
         ("decode", "process", "fail"),
         ("idle", "process", "fail"),
     }
+    died = [f["detail"] for f in found if f["check"] == "process"]
+    assert all(detail.startswith("a process died while it did C3 at P=") for detail in died), died
+    assert len(set(died)) > 2, "each configuration has its own process"
+
+
+def test_a_worker_that_dies_takes_nobody_else_s_work_with_it(cli, third_party, tmp_path):
+    dying = BROKEN.replace("md.page_table[0, 0] += 1", "fb.batch_size == 33 and __import__('os')._exit(9)")
+    (tmp_path / "broken_backend.py").write_text(dying)
+    arguments = ("--backend", "broken,trtllm_mha", "--mode", "decode", "--check", "C3,C14", "--arm", "fused-eager")
+    done = cli("verify", *arguments, "--jobs", "2", "--json", env=third_party)
+    assert done.code == 1
+    died, *others = sorted(json.loads(done.out), key=lambda f: f["check"] != "process")
+    assert died["backend"] == "broken" and "C3 at P=128 C=1000 B=33" in died["detail"]
+    passed = {(f["backend"], f["check"]) for f in others if f["status"] == "pass"}
+    assert passed == {("broken", "sizes"), ("broken", "C14"), *(("trtllm_mha", c) for c in ("sizes", "C3", "C14"))}
+    assert all(f["status"] == "pass" for f in others), "C3 of the one that died has not passed"
+
+
+def test_findings_are_on_disk_as_they_are_known(cli, tmp_path):
+    out = tmp_path / "found.csv"
+    arguments = ("--backend", "trtllm_mha", "--mode", "idle", "--check", "C3,C14", "--arm", "aten", "--out", str(out))
+    done = cli("verify", *arguments, "--json")
+    assert done.code == 0, done.err
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = json.loads(done.out)
+    assert list(rows[0]) == ["backend", "mode", "check", "status", "detail"]
+    assert sorted(map(str, rows)) == sorted(map(str, found))
+    missing = cli("verify", *arguments[:-1], str(tmp_path / "nowhere" / "found.csv"))
+    assert missing.code == 2 and "No such file" in missing.err and "Traceback" not in missing.err
 
 
 @pytest.mark.slow
@@ -96,18 +128,28 @@ def test_a_family_of_checks_is_asked_for_by_its_letter(cli):
     assert {f["mode"] for f in found} == {"idle"} and done.code == 0
 
 
-def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_keeps_what_is_known_and_leaves_no_process_behind(tmp_path, how):
+    out = tmp_path / "found.csv"
     command = [sys.executable, "-m", "attn_graph.cli.main", "verify", "--backend", "trtllm_mha", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    parent, deadline = psutil.Process(process.pid), time.monotonic() + 60
-    while not (workers := parent.children(recursive=True)) and time.monotonic() < deadline:
+    process = subprocess.Popen(
+        [*command, "--jobs", "2", "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (out.exists() and "decode,C" in out.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(5)  # they are at work by now
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(how)
+    said, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err == "Interrupted.\n"
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert workers and not alive
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {"pass", "interrupted"} <= {row["status"] for row in rows}
+    assert all("were still to do" in row["detail"] for row in rows if row["status"] == "interrupted")
+    assert "interrupted" in said and "trtllm_mha" in said, "the table is printed too"
 
 
 @pytest.mark.parametrize(

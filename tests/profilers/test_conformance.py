@@ -16,7 +16,8 @@ from attn_graph.profilers.conformance.faults import known_faults
 from attn_graph.profilers.conformance.findings import Check
 from attn_graph.profilers.conformance.hooks import children_of, hook_names
 from attn_graph.profilers.conformance.lint import inspect_hook
-from attn_graph.profilers.conformance.matrix import Sizes, caught
+from attn_graph.profilers.conformance.matrix import Sizes
+from attn_graph.profilers.conformance.run import caught
 from attn_graph.profilers.conformance.pointers import overlap
 from attn_graph.profilers.conformance.poison import OnDevice, Poisoned, poison_bits, unfit
 from attn_graph.profilers.conformance.trace import trace
