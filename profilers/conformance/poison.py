@@ -6,7 +6,7 @@ compares exactly. All on the device: one host read for a replay that is right.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +147,7 @@ class Poisoned:
 
     def mismatches(self) -> list[Mismatch]:
         """Compare, then give the cells outside the bound views back what they held."""
-        found: list[Mismatch] = []
+        compared = []
         for s in self._storages:
             got = s.whole.clone()
             for path in s.paths:
@@ -157,10 +157,10 @@ class Poisoned:
             wrong = got != s.wanted
             if not s.keeps_outside:
                 wrong &= s.inside
-            if bool(wrong.any()):
-                found += self._explain(s, got, wrong)
             s.whole.copy_(torch.where(s.inside, s.whole, s.saved))
-        return found
+            compared.append((s, got, wrong))
+        told = read_together([wrong.any() for _, _, wrong in compared])
+        return [m for differs, it in zip(told, compared, strict=True) if differs for m in self._explain(*it)]
 
     def _explain(self, s: _Storage, got: torch.Tensor, wrong: torch.Tensor) -> list[Mismatch]:
         found = []
@@ -186,10 +186,18 @@ class Poisoned:
         return found
 
 
+def read_together(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Values of 0-d tensors, with one wait for the device: processes that share it take turns at every wait."""
+    there = [flag for flag in flags if flag.device.type != "cpu"]
+    read = iter(torch.stack(there).tolist() if there else ())
+    return [bool(flag) if flag.device.type == "cpu" else next(read) for flag in flags]
+
+
 def _sort_rows(cells: torch.Tensor, written: torch.Tensor) -> None:
     """Put the written cells of each row in ascending order."""
-    for row, mask in zip(cells.unbind(0), written.unbind(0), strict=True) if cells.dim() > 1 else [(cells, written)]:
-        row[mask] = row[mask].sort().values
+    places = (~written).to(torch.uint8).argsort(dim=-1, stable=True)  # of the written cells first, from left to right
+    values = torch.where(written, cells, torch.iinfo(cells.dtype).max).sort(dim=-1).values
+    cells.copy_(torch.where(written, torch.empty_like(values).scatter_(-1, places, values), cells))
 
 
 def bits_of(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

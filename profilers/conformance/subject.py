@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from ..graphs import Graph, GraphFactory, RecordedGraph
 from ..measure import attention_config, batch_shape
 from ..sample import Case
 from ..shapes import slots_per_token
-from .poison import Mismatch, OnDevice, Poisoned, unfit
+from .poison import Mismatch, OnDevice, Poisoned, read_together, unfit
 
 COMPARED = tuple(arm for arm in ARMS if arm.implementation in (Implementation.ATEN, Implementation.FUSED))
 """Arms that are compared unless somebody asks for others: compiling takes longer than everything else together, and a
@@ -177,10 +177,10 @@ class Subject:
             for arm, rig in rigs.items():
                 if number % self._thinned(arm) == 0:
                     history.append(rig.observe(number, live, words))
-        changed = [n for n, t in tensors_of(self.pools).items() if not torch.equal(t, tables[n])]
-        if changed:
+        spoilt = changed(tables, tensors_of(self.pools))
+        if spoilt:
             last = history[-1]
-            history[-1] = replace(last, mutated=(*last.mutated, *(f"pools.{name}" for name in changed)))
+            history[-1] = replace(last, mutated=(*last.mutated, *(f"pools.{name}" for name in spoilt)))
         return history
 
     def _thinned(self, arm: Arm) -> int:
@@ -302,7 +302,7 @@ class Rig:
             self.runner.launch()
             mismatches = unusable + poisoned.mismatches()
             after = tensors_of(vars(self.slots))
-            mutated = tuple(f"slots.{name}" for name, t in before.items() if not torch.equal(t, after[name]))
+            mutated = tuple(f"slots.{name}" for name in changed(before, after))
         return Replay(number, self.arm, bucket, live.batch_size, tuple(mismatches), tuple(self._moved(bucket)), mutated)
 
     def _moved(self, bucket: int) -> Iterator[str]:
@@ -340,6 +340,12 @@ def _state_kept(backend: AttentionBackend) -> Iterator[None]:
         yield
     finally:
         del backend.init_cuda_graph_state
+
+
+def changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that hold something else. Same names, shapes and dtypes in both."""
+    differs = read_together([(t != after[name]).any() for name, t in before.items()])
+    return [name for name, yes in zip(before, differs, strict=True) if yes]
 
 
 def addresses(metadata: Any) -> dict[str, Address]:
