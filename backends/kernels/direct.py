@@ -9,8 +9,13 @@ whatever is not understood goes through Triton. This is the one file that knows 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+from collections.abc import Callable
+from functools import cache
+from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import triton
@@ -19,10 +24,22 @@ _WORDS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, 
 _MAX_SCRATCH_POINTERS = 2  # Triton 3.4 and later append null pointers for scratch that these kernels do not use
 
 
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
 class Variant:
     """One compiled variant on one device: what a launch of it needs."""
 
-    __slots__ = ("block", "call", "function", "kinds", "positions", "scratch", "shared")
+    __slots__ = ("block", "function", "kinds", "positions", "scratch", "shared")
 
     def __init__(self, compiled: Any, n_args: int) -> None:
         """Take apart what Triton compiled.
@@ -43,33 +60,51 @@ class Variant:
         self.scratch = _ptx_parameters(compiled.asm["ptx"]) - len(self.kinds)
         if not 0 <= self.scratch <= _MAX_SCRATCH_POINTERS:
             raise ValueError(f"{len(self.kinds)} runtime arguments for {len(self.kinds) + self.scratch} parameters")
-        self.cells()  # refuses kinds of argument that it does not know
-        self.call = _driver_launch()
+        for kind in self.kinds:
+            _cell(kind)  # refuses kinds of argument that it does not know
         self.function = ctypes.c_void_p(compiled.function)
         self.block = metadata.num_warps * getattr(metadata, "warp_size", 32)
         self.shared = metadata.shared
 
-    def cells(self) -> tuple[list[Any], Any]:
-        """A cell for each runtime argument, and the array of their addresses that the driver reads."""
-        cells = [_cell(kind) for kind in self.kinds]
-        scratch = [ctypes.c_uint64(0) for _ in range(self.scratch)]
-        array = (ctypes.c_void_p * (len(cells) + self.scratch))(*map(ctypes.addressof, cells + scratch))
-        array.cells = cells + scratch  # the driver reads through their addresses: they must live as long as the array
-        return cells, array
 
-    def launch(self, grid: tuple[int, int, int], parameters: Any, stream: int) -> None:
+class Packet:
+    """Everything that the driver reads at a launch of one variant on one grid, laid out once.
+
+    Attributes:
+        cells: one for each runtime argument, in the variant's order.
+        config: where the stream is written.
+    """
+
+    __slots__ = ("_call", "_handles", "_kept", "cells", "config")
+
+    def __init__(self, variant: Variant, grid: tuple[int, ...]) -> None:
+        self._call = _driver_launch()
+        self.cells = [_cell(kind) for kind in variant.kinds]
+        scratch = [ctypes.c_uint64(0) for _ in range(variant.scratch)]
+        array = (ctypes.c_void_p * (len(self.cells) + variant.scratch))(*map(ctypes.addressof, self.cells + scratch))
+        self.config = LaunchConfig(*(*grid, 1, 1)[:3], variant.block, 1, 1, variant.shared)
+        # The driver reads through addresses, so what they point to must live as long as this does. Ready-made handles:
+        # converting Python numbers would cost as much as the call.
+        self._kept = scratch, array
+        self._handles = (
+            ctypes.c_void_p(ctypes.addressof(self.config)), variant.function,
+            ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_void_p(None),
+        )  # fmt: skip
+
+    def launch(self, stream: int) -> None:
         """Raises RuntimeError if the driver refuses."""
-        x, y, z = grid
-        code = self.call(self.function, x, y, z, self.block, 1, 1, self.shared, stream, parameters, None)
+        self.config.stream = stream
+        code = self._call(*self._handles)
         if code:
-            raise RuntimeError(f"cuLaunchKernel failed with code {code}")
+            raise RuntimeError(f"cuLaunchKernelEx failed with code {code}")
 
 
 class DirectLauncher:
     """Launches of one process: remembers each variant after its first launch through Triton."""
 
     def __init__(self) -> None:
-        self._variants: dict[tuple, tuple[Variant, list[Any], Any] | None] = {}
+        self._packets: dict[tuple, tuple[list[int], Packet] | None] = {}
+        self._lock = Lock()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Launch on the current stream of the current device."""
@@ -83,22 +118,30 @@ class DirectLauncher:
             values.append(value)
             shape.append(code)
         shape.extend(options.values())
+        shape.append(grid)
         key = tuple(shape)
-        if key not in self._variants:
-            self._variants[key] = _taken_apart(kernel[grid](*args, **options), len(args))
+        if key not in self._packets:
+            self._packets[key] = _taken_apart(kernel[grid](*args, **options), grid, len(args))
             return
-        known = self._variants[key]
+        known = self._packets[key]
         if known is None:
             kernel[grid](*args, **options)
             return
-        variant, cells, parameters = known
-        for cell, i in zip(cells, variant.positions):  # noqa: B905 - equal by construction, and this is the hot path
-            cell.value = values[i]
-        variant.launch((*grid, 1, 1)[:3], parameters, current_stream(shape[1]))
+        positions, packet = known
+        with self._lock:  # the driver reads the cells while other threads may run
+            for cell, i in zip(packet.cells, positions):  # noqa: B905 - equal by construction, and this is the hot path
+                cell.value = values[i]
+            packet.launch(current_stream(shape[1]))
+
+    def forget(self) -> None:
+        self._packets.clear()
+        self._lock = Lock()
 
 
 class BoundLaunch:
     """A launch whose arguments are bound once; a repetition writes those that may change, and calls the driver.
+
+    For one thread at a time, as are the buffers that it writes.
 
     Args:
         compiled: what launching (grid, args) through Triton returned.
@@ -113,39 +156,63 @@ class BoundLaunch:
         if any(code is None for _, code in seen):
             raise ValueError("an argument is neither a tensor nor an int")
         try:
-            self._variant = variant = Variant(compiled, len(args))
+            variant = Variant(compiled, len(args))
+            self._packet = packet = Packet(variant, grid)
         except (AttributeError, KeyError) as error:
             raise ValueError(f"not a compiled kernel as this file knows it: {error}") from error
-        self._grid = (*grid, 1, 1)[:3]
         self._device = current_device()
-        cells, self._parameters = variant.cells()
-        for cell, i in zip(cells, variant.positions, strict=True):
+        for cell, i in zip(packet.cells, variant.positions, strict=True):
             cell.value = seen[i][0]
-        by_position = dict(zip(variant.positions, cells, strict=True))
-        self._varying = [(by_position.get(i), seen[i][1]) for i in varying]
+        by_position = dict(zip(variant.positions, packet.cells, strict=True))
+        self._varying = [(by_position.get(i), isinstance(args[i], torch.Tensor), seen[i][1]) for i in varying]
         # The driver reads addresses: the tensors that never change must live as long as this does.
         self._kept = [arg for i, arg in enumerate(args) if i not in varying]
+        _bound.add(self)
 
     def repeat(self, values: tuple[Any, ...]) -> bool:
         """Launch with new values for the varying arguments. False: they need another variant, nothing was launched."""
-        for (cell, wanted), value in zip(self._varying, values):  # noqa: B905 - hot path
-            new, code = _seen(value)
-            if code != wanted:
-                return False
+        device = current_device()
+        if device != self._device:
+            return False
+        for (cell, is_tensor, wanted), value in zip(self._varying, values):  # noqa: B905 - hot path
+            if is_tensor:  # what `_seen` does, without its calls
+                new = value.data_ptr()
+                if new & 15 != wanted[1] or value.dtype is not wanted[0]:
+                    return False
+            else:
+                new, code = _seen(value)
+                if code != wanted:
+                    return False
             if cell is not None:
                 cell.value = new
-        if current_device() != self._device:
-            return False
-        self._variant.launch(self._grid, self._parameters, current_stream(self._device))
+        self._packet.launch(current_stream(device))
         return True
 
+    def forget(self) -> None:
+        self._device = None
 
-def current_device() -> int:
-    return triton.runtime.driver.active.get_current_device()
+
+_bound: WeakSet[BoundLaunch] = WeakSet()
 
 
-def current_stream(device: int) -> int:
-    return triton.runtime.driver.active.get_current_stream(device)
+def forget_after_fork(launcher: DirectLauncher) -> None:
+    """A forked child must not launch what its parent loaded: it goes through Triton, which says what is wrong."""
+
+    def forget() -> None:
+        launcher.forget()
+        for bound in list(_bound):
+            bound.forget()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+# What Triton's driver asks, without the two calls around it; the same device and stream that PyTorch would use.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or (
+    lambda: triton.runtime.driver.active.get_current_device()
+)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: triton.runtime.driver.active.get_current_stream(device)
+)
 
 
 def _seen(arg: Any) -> tuple[int, Any]:
@@ -163,12 +230,12 @@ def supported(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction) and torch.version.cuda is not None
 
 
-def _taken_apart(compiled: Any, n_args: int) -> tuple[Variant, list[Any], Any] | None:
+def _taken_apart(compiled: Any, grid: tuple[int, ...], n_args: int) -> tuple[list[int], Packet] | None:
     try:
         variant = Variant(compiled, n_args)
+        return variant.positions, Packet(variant, grid)
     except (ValueError, KeyError, AttributeError):
-        return None  # another Triton's kernel: right through its own launcher, only slower
-    return variant, *variant.cells()
+        return None  # another Triton's kernel, or an old driver: right through its own launcher, only slower
 
 
 def _cell(kind: str) -> Any:
@@ -186,9 +253,13 @@ def _ptx_parameters(ptx: str) -> int:
     return entry[1].count(".param")
 
 
-def _driver_launch() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    words, pointer = [ctypes.c_uint] * 7, ctypes.c_void_p
-    function.argtypes = [pointer, *words, pointer, pointer, pointer]
+@cache
+def _driver_launch() -> Callable[..., int]:
+    """The driver's launch, for ready-made handles only: it has no argument types to convert to.
+
+    Raises:
+        AttributeError: the driver is older than CUDA 11.8.
+    """
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     function.restype = ctypes.c_int
     return function

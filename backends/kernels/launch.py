@@ -16,6 +16,7 @@ Observer = Callable[[Run, tuple[Any, ...] | None], None]
 observers: list[Observer] = []
 
 _direct = direct.DirectLauncher()
+direct.forget_after_fork(_direct)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
