@@ -6,6 +6,7 @@ to show is not drawn and says why. Every arm has one colour, the same in all plo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ..profilers.results import (
     read_samples,
     read_summary,
 )
-from ..profilers.sample import Case
+from ..profilers.sample import MEASURED, PREDICTED, Case
 from .observe import is_observer_run
 from .tables import STATUS_WORDS, UNTRACED, arm_order, case_labels, number
 
@@ -205,6 +206,90 @@ def rank_skew(tables: RunTables) -> tuple[Figure, str]:
     return figure, f"{_shared_gpu(tables)} {tables.gaps('launch_skew_us')}".strip()
 
 
+def first_wait(tables: RunTables) -> tuple[Figure, str]:
+    """Share of steps whose longest first wait is at most x, by arm: measured solid, predicted dashed."""
+    samples = tables.sampled("first_wait_us")
+    exchange = tables.samples.loc[tables.samples["metric"] == "exchange_us", "value"]
+    figure, panels = _panels(samples, height=2.6)
+    for axes, rows in panels:
+        for arm in arm_order(rows["arm"]):
+            for source, line in ((MEASURED, "-"), (PREDICTED, "--")):
+                found = rows[(rows["arm"] == arm) & (rows["source"] == source)]
+                waits = found.groupby("step")["value"].max().sort_values()
+                if waits.empty:
+                    continue
+                shares = [(i + 1) / waits.size for i in range(waits.size)]
+                label = f"{arm}, {source} (n={waits.size})"
+                axes.step(waits.clip(lower=0.1), shares, line, where="post", color=_colour(arm), label=label)
+        if len(exchange):
+            axes.axvline(exchange.median(), color=LAG_COLOUR, label="exchange without skew")
+        axes.set_ylim(0, 1.02)
+        axes.grid(True)
+        axes.set(xlabel="longest first wait of a step, us (log)", ylabel="share of steps")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    _log_x(figure)
+    return figure, f"{_shared_gpu(tables)} {tables.gaps('first_wait_us')}".strip()
+
+
+def first_wait_ranks(tables: RunTables) -> tuple[Figure, str]:
+    """How the longest first wait grows with the ranks: p50 and p99 by arm, extrapolated and measured."""
+    from matplotlib.ticker import FuncFormatter
+
+    rows = _side_table(tables, "predict.csv")
+    drawn = rows[rows["source"].isin(("extrapolated", "measured"))]
+    if drawn.loc[drawn["source"] == "extrapolated", "n_ranks"].nunique() < 2:
+        raise NothingToPlot("waits were predicted for fewer than two rank counts; see bench --predict-ranks")
+    arms = arm_order(drawn["arm"])
+    basis = drawn["basis_ranks"].max()
+    nodes = sorted(drawn["graph_nodes"].unique())
+    figure = _figure(11, 0.9 + 3.2 * len(nodes))
+    grid = figure.subplots(len(nodes), 2, squeeze=False, sharex=True)
+    for (y, count), (x, name) in itertools.product(enumerate(nodes), enumerate(("p50", "p99"))):
+        axes = grid[y, x]
+        for arm in arms:
+            here = drawn[(drawn["arm"] == arm) & (drawn["graph_nodes"] == count)]
+            for model, line in (("independent", "-"), ("correlated", ":")):
+                some = here[(here["model"] == model) & (here["basis_ranks"] == basis)].sort_values("n_ranks")
+                some = some.drop_duplicates("n_ranks")
+                axes.plot(some["n_ranks"], some[f"{name}_us"], line, color=_colour(arm), label=f"{arm}, {model}")
+                low, high = some[f"{name}_low_us"], some[f"{name}_high_us"]
+                axes.fill_between(some["n_ranks"], low, high, color=_colour(arm), alpha=0.12, linewidth=0)
+            dots = here[here["source"] == "measured"].drop_duplicates("n_ranks")
+            axes.plot(dots["n_ranks"], dots[f"{name}_us"], "o", color=_colour(arm), markersize=5)
+        axes.axvspan(basis, drawn["n_ranks"].max(), color="#F4F4F4", zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=0)
+        axes.grid(True)
+        axes.set_title(f"{name}, {count} graph nodes", loc="left")
+        axes.set(xlabel="ranks", ylabel="longest first wait, us (log above 1)")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    return figure, (
+        f"Resampled from the launch ends of {basis} measured rank{'s' if basis > 1 else ''}; shaded: more ranks than "
+        "that, so extrapolated. Bands: 95% bootstrap over steps. Dots: measured on the device, less the exchange."
+    )
+
+
+def dose_response(tables: RunTables) -> tuple[Figure, str]:
+    """What the other ranks wait when one rank's launch is delayed on purpose, by dose."""
+    rows = _side_table(tables, "inject.csv")
+    several = rows[rows["injected_rank"] == "each"]
+    rows = several if len(several) else rows
+    figure = _figure(9, 4)
+    axes = figure.subplots()
+    for arm in arm_order(rows["arm"]):
+        found = rows[rows["arm"] == arm].sort_values("dose_us").drop_duplicates("dose_us")
+        slope = f"slope {found['slope'].iloc[0]:.3f} ± {found['slope_stderr'].iloc[0]:.3f}"
+        axes.plot(found["dose_us"], found["others_p50_us"], "o-", color=_colour(arm), label=f"{arm}: {slope}")
+    highest = rows["dose_us"].max()
+    axes.plot([0, highest], [0, highest], color=LAG_COLOUR, linestyle="--", label="one for one")
+    axes.grid(True)
+    axes.set(xlabel="delay added to one rank, us", ylabel="wait of the others, p50, us")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure, f"n={rows['n'].min()} or more steps a dot; first waits are {', '.join(sorted(set(rows['source'])))}."
+
+
 def timeline(tables: RunTables) -> tuple[Figure, str]:
     """One median and one p99 step of two arms, rank by rank, in the case with the largest skew."""
     ends = tables.sampled("launch_end_us")
@@ -329,6 +414,29 @@ PLOTS = (
         "1. Every microsecond of skew is waited for by the other ranks in the first all-reduce of the step.",
     ),
     Plot(
+        "first_wait",
+        "How long the first all-reduce waits for the last rank, by arm",
+        first_wait,
+        "For each arm, the share of steps (up) whose longest first wait is at most the time on the axis (right). Solid "
+        "lines were measured by the device's clock inside the graph and include the exchange itself, whose time "
+        "without skew is the grey line; dashed lines are predicted from when the launches returned.",
+    ),
+    Plot(
+        "first_wait_ranks",
+        "How the first wait grows with the number of ranks",
+        first_wait_ranks,
+        "Lines: the slowest of N ranks, from resampled launch ends; solid as if every rank jittered by itself, dotted "
+        "with what moves all ranks of a step together taken out. The truth lies between them as far as delays were "
+        "sampled; a p99 that goes flat has met the largest delay that was measured.",
+    ),
+    Plot(
+        "dose_response",
+        "What the others wait when one rank is delayed on purpose",
+        dose_response,
+        "A known delay is added to one rank's launch. If the ruler is right, the other ranks wait longer by just that: "
+        "the dots lie on the dashed line, and the slope is 1.",
+    ),
+    Plot(
         "timeline",
         "A median and a bad step over the ranks",
         timeline,
@@ -365,6 +473,20 @@ OBSERVER_PLOTS = (
 
 
 # Shared pieces.
+
+
+def _side_table(tables: RunTables, name: str) -> pd.DataFrame:
+    """One of the small tables that `profilers.waits` writes beside a run.
+
+    Raises:
+        NothingToPlot: the run has none.
+    """
+    import pandas as pd
+
+    path = tables.folder / name
+    if not path.is_file():
+        raise NothingToPlot(f"{name}: not recorded in this run")
+    return pd.read_csv(path)
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -126,8 +126,11 @@ def extrapolate(launch_end_us: np.ndarray, n_ranks: int, *, model: str, seed: in
         order = draws.permuted(np.tile(np.arange(ranks), (simulated, blocks, 1)), axis=2)
         rank_of = order.reshape(simulated, -1)[:, :n_ranks]
 
+    flat = ends.ravel()
+
     def waits_p50_p99(measured: np.ndarray) -> np.ndarray:
-        return np.quantile(np.ptp(ends[measured[step_of], rank_of], axis=1), (0.5, 0.99))
+        drawn = np.take(flat, np.take(measured * ranks, step_of) + rank_of)
+        return np.quantile(drawn.max(axis=1) - drawn.min(axis=1), (0.5, 0.99))
 
     def statistic(measured: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.moveaxis(np.apply_along_axis(waits_p50_p99, axis, measured), axis, 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .collective import INDEPENDENT, MODELS, analyse_collectives, extrapolate, skew
+from .collective import INDEPENDENT, MODELS, Extrapolation, analyse_collectives, extrapolate, skew
 from .inject import EACH, INJECTED
 from .results import cases_in, read_samples
 from .sample import MEASURED, PREDICTED, Case
@@ -98,13 +98,20 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
             ends = _by_step(rows, "launch_end_us", MEASURED)
             if len(ends) < 2:
                 continue
-            made = [_row(case, arm, case.tp, case.tp, "", PREDICTED, skew(ends))] if case.tp > 1 else []
-            for n in counts:
-                for model in MODELS if case.tp > 1 else (INDEPENDENT,):
-                    e = extrapolate(ends, n, model=model)
-                    made.append(_row_of(case, arm, n, case.tp, model, e.source, len(ends), e))
-            for row in made:
-                yield _against(row, found.get(row["n_ranks"]))
+            if case.tp > 1:
+                yield _against(_row(case, arm, case.tp, case.tp, "", PREDICTED, skew(ends)), found.get(case.tp))
+            models = MODELS if case.tp > 1 else (INDEPENDENT,)
+            for e in _extrapolations(ends, [(n, model) for n in counts for model in models]):
+                row = _row_of(case, arm, e.n_ranks, case.tp, e.model, e.source, len(ends), e)
+                yield _against(row, found.get(e.n_ranks))
+
+
+def _extrapolations(ends: np.ndarray, wanted: list[tuple[int, str]]) -> list[Extrapolation]:
+    """In threads: resampling is NumPy's work, outside the interpreter's lock."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda job: extrapolate(ends, job[0], model=job[1]), wanted))
 
 
 def inject_rows(samples: pd.DataFrame) -> Iterator[dict]:
