@@ -6,43 +6,48 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options
+from . import options, tune_store
 from .errors import CliError, ExitCode
 
 if TYPE_CHECKING:
     from ..profilers.devices import Device
     from ..profilers.sample import Case
+    from ..tuning.held_out import HeldOut
+    from ..tuning.log import Replay
     from ..tuning.outcome import Outcome
-    from ..tuning.session import Report
+    from ..tuning.regret import LeftOut
+    from ..tuning.session import Listen, Report
     from ..tuning.static import Compiled
     from ..tuning.tuner import Search
 
 MIX = "loguniform"
-MOST_COMPILERS = 8
+MOST_COMPILERS = 12
 UNTIMED = "candidates can be checked for values but not timed, so nothing is stored."
 
 
 def tune(
     backend: Annotated[
-        str, typer.Option("--backend", help="Backends whose kernels to tune, comma list.")
-    ] = "trtllm_mha",
+        str,
+        typer.Option("--backend", help="Backends whose kernels to tune, comma list, or 'all': one for each kernel."),
+    ] = "all",
     bs: Annotated[
         str, typer.Option("--bs", help="Captured batch sizes, comma list; each is tuned by itself.")
     ] = "1,8,64,256",
-    context: Annotated[
+    context_mix: Annotated[
         str,
         typer.Option(
+            "--context-mix",
             "--context",
-            help="Mix of context lengths that a choice must serve: a number, uniform:LO:HI, loguniform:LO:HI, or "
-            "'loguniform' for all lengths up to --max-context.",
+            help="Mix of context lengths that a choice must serve: a number, uniform:LO:HI, loguniform:LO:HI, lengths "
+            "joined by +, 'loguniform' for all lengths up to --max-context, or the folder of a run to take it from.",
         ),
     ] = MIX,
     page_size: options.PageSize = "64",
@@ -50,14 +55,35 @@ def tune(
         str, typer.Option("--max-context", help="Context limit of the tables in tokens, comma list.")
     ] = "131072",
     swa: options.Swa = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp",
+            min=1,
+            help="Ranks that time the finalists, on GPUs of their own where there are as many, else in turns. Their "
+            "mean decides; what makes the slowest rank slower than the default does not win.",
+        ),
+    ] = 1,
     device: options.DeviceName = "auto",
     search: Annotated[
         str | None,
-        typer.Option("--search", help="exhaustive or random. Default: exhaustive; random with a --time-budget."),
+        typer.Option("--search", help="exhaustive, random or surrogate. Default: surrogate; exhaustive on a CPU."),
     ] = None,
     time_budget: Annotated[
         float | None, typer.Option("--time-budget", min=1, help="Seconds for everything; what it left out is said.")
     ] = None,
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="Then time the choices beside the default on shapes that were not tuned."),
+    ] = False,
+    against_autotune: Annotated[
+        bool,
+        typer.Option(
+            "--against-autotune",
+            help="Tune each case in four processes by triton.autotune and in four by us instead, and compare time to "
+            "result, agreement, and regret on held-out lengths. Stores nothing; --out gets the rows.",
+        ),
+    ] = False,
     static: Annotated[
         bool, typer.Option("--static", help="Only compile the candidates and say why some are out. Needs no GPU.")
     ] = False,
@@ -67,17 +93,36 @@ def tune(
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option("--replay", help="Choose again from a file that --out wrote. Needs no GPU, stores nothing."),
+        typer.Option(
+            "--replay",
+            help="Choose again from a file that --out wrote, by --search, or compare all searches on it. Needs no GPU, "
+            "stores nothing.",
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="List what is stored, for every GPU.")] = False,
     clear: Annotated[
         bool, typer.Option("--clear", help="Forget what is stored; the file is renamed, not deleted.")
     ] = False,
+    diff: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--diff", metavar="A B", help="Choices that differ between two files of stored block sizes."),
+    ] = None,
+    assert_hit: Annotated[
+        bool,
+        typer.Option("--assert-hit", help="Measure nothing; fail and say which if a case has no entry of its own."),
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="With --assert-hit: name of the GPU, as 'NVIDIA H200'. Default: the one here."),
+    ] = None,
     seed: options.Seed = 0,
     as_json: options.Json = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="CSV to append every candidate to, as it comes; times in us.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that --out holds: what it has is not tried again.")
+    ] = False,
 ) -> ExitCode:
     """Choose block sizes for this GPU, or say that the default is as good.
 
@@ -86,25 +131,43 @@ def tune(
     it is beaten by more than 2% and more than the noise. The choice is stored, and later
     runs name it.
 
-    Exit codes: 1 where no candidate is usable, 2 where there is no GPU to time on.
+    Exit codes: 1 where no candidate is usable, an entry is missing (--assert-hit) or two
+    files differ (--diff), 2 where there is no GPU to time on.
 
     Example: attn-graph tune --bs 64 --time-budget 60 --out candidates.csv
     """
     with _errors_explained():
         if show:
-            return _show(as_json)
+            return tune_store.show(as_json)
         if clear:
-            return _clear()
-        how = _search(search, time_budget)
+            return tune_store.clear()
+        if diff is not None:
+            return tune_store.diff(*diff, as_json)
         if replay is not None:
-            return _replay(replay, how, seed, as_json)
-        if target is not None and not static:
-            raise CliError("--target goes with --static: times are only true for the GPU that is there")
-        where = _device(device, needed=target is None)
-        cases = _cases(backend, bs, context, page_size, max_context, swa, where.kind, seed)
+            return _replay(replay, search, seed, as_json)
+        for name, given, other in (("--target", target, static), ("--gpu", gpu, assert_hit), ("--resume", resume, out)):
+            if given and not other:
+                raise CliError(f"{name} goes with {NEEDS[name]}")
+        where = _device(device, needed=target is None and gpu is None)
+        how = _search(search, where.is_cuda)
+        cases = _cases(backend, bs, context_mix, page_size, max_context, swa, where.kind, seed)
+        if assert_hit:
+            return tune_store.assert_hit(cases, _gpu_name(gpu, where), as_json)
         if static:
             return _static(cases, where, target, out, as_json)
-        return _tune(cases, where, how, seed, time_budget, out, as_json)
+        _needs_timing(where)
+        if against_autotune:
+            return _against_autotune(cases, where, seed, out, as_json)
+        run = _Run(where, how, seed, time_budget, tp, held_out, out, resume, as_json)
+        return run.tune(cases)
+
+
+NEEDS = {
+    "--target": "--static: times are only true for the GPU that is there",
+    "--gpu": "--assert-hit: what is measured is measured on the GPU that is there",
+    "--resume": "--out, the file to go on with",
+}
+"""What an option makes no sense without, and why."""
 
 
 @contextmanager
@@ -128,11 +191,11 @@ def _errors_explained() -> Iterator[None]:
 # What to tune, where and how.
 
 
-def _search(name: str | None, budget_s: float | None) -> Search:
+def _search(name: str | None, timed: bool) -> Search:
     from ..backends.registry import unknown_message
     from ..tuning.tuner import SEARCHES
 
-    name = name or ("random" if budget_s else "exhaustive")
+    name = name or ("surrogate" if timed else "exhaustive")  # without times there is nothing to learn from
     if name not in SEARCHES:
         raise CliError(unknown_message("search", name, list(SEARCHES)))
     return SEARCHES[name]
@@ -146,37 +209,66 @@ def _device(request: str, needed: bool) -> Device:
     return where
 
 
+def _gpu_name(name: str | None, where: Device) -> str:
+    if name is None and not where.is_cuda:
+        raise CliError("--assert-hit: there is no GPU to look up. Name one: --gpu 'NVIDIA H200'")
+    return name or where.name
+
+
+def _needs_timing(where: Device) -> None:
+    if not where.is_cuda and where.reason:
+        raise CliError(
+            f"no GPU: {where.reason}. Here {UNTIMED} Try --device cpu to check values, or --static --target sm_90"
+        )
+
+
 def _cases(
-    backend: str, bs: str, context: str, page_size: str, max_context: str, swa: bool | None, device: str, seed: int
+    backend: str, bs: str, mix: str, page_size: str, max_context: str, swa: bool | None, device: str, seed: int
 ) -> list[Case]:
     """A case for each combination, with full batches of the captured size."""
-    from ..tuning.space import kernel_of
+    from ..tuning.space import kernel_of, representatives
     from . import plan
 
+    names = representatives() if backend == "all" else plan.backends(backend)
+    for name in names:
+        kernel_of(name)
+    if Path(mix).is_dir():
+        mix = _recorded_mix(Path(mix))
     cases = []
     for limit in plan.numbers(max_context, "--max-context", 1):
-        mix = f"{MIX}:1:{limit}" if context == MIX else context
-        _check_mix(mix, limit)
-        cases += plan.sweep(
-            backend=backend,
-            mode="decode",
-            bs=bs,
-            context=mix,
-            page_size=page_size,
-            max_context=str(limit),
-            swa=swa,
-            topk="1",
-            draft_tokens="0",
-            tp="1",
-            graph_nodes="typical",
-            graph_branches="1",
-            allreduce_at=10,
-            device=device,
-            seed=seed,
-        ).cases
-    for case in cases:
-        kernel_of(case.backend)
+        here = f"{MIX}:1:{limit}" if mix == MIX else mix
+        _check_mix(here, limit)
+        for name in names:  # one by one: each with and without a window, where it has both
+            cases += plan.sweep(
+                backend=name,
+                mode="decode",
+                bs=bs,
+                context=here,
+                page_size=page_size,
+                max_context=str(limit),
+                swa=swa,
+                topk="1",
+                draft_tokens="0",
+                tp="1",
+                graph_nodes="typical",
+                graph_branches="1",
+                allreduce_at=10,
+                device=device,
+                seed=seed,
+            ).cases
     return list(dict.fromkeys(replace(case, bs=case.bucket) for case in cases))
+
+
+def _recorded_mix(folder: Path) -> str:
+    """The context lengths of a recorded run as one mix."""
+    from ..profilers.results import read_summary
+
+    recorded = list(dict.fromkeys(read_summary(folder)["context"].astype(str)))
+    if len(recorded) > 1 and any(":" in context for context in recorded):
+        raise CliError(
+            f"--context-mix {folder}: the run has several mixes ({', '.join(recorded)}). Give one of them instead"
+        )
+    return "+".join(recorded)
 
 
 def _check_mix(mix: str, limit: int) -> None:
@@ -187,84 +279,150 @@ def _check_mix(mix: str, limit: int) -> None:
     try:
         context_lengths(parse_context(mix), 1, limit, np.random.default_rng(0))
     except ValueError as error:
-        raise CliError(f"--context: {error}") from None
+        raise CliError(f"--context-mix: {error}") from None
 
 
 def _jobs() -> int:
     from ..profilers.environment import allowed_cores
 
-    return min(MOST_COMPILERS, len(allowed_cores()))
+    return max(1, min(MOST_COMPILERS, len(allowed_cores()) - 1))  # one core goes on measuring meanwhile
 
 
 # What it does.
 
 
-def _tune(
-    cases: list[Case],
-    where: Device,
-    search: Search,
-    seed: int,
-    budget_s: float | None,
-    out: Path | None,
-    as_json: bool,
-) -> ExitCode:
-    from ..tuning.log import Log
-    from ..tuning.session import Session
-    from ..tuning.static import device_target
-    from ..tuning.store import check_writable
-    from .tune_tables import print_report
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A tuning run, decided."""
 
-    if not where.is_cuda and where.reason:
-        raise CliError(
-            f"no GPU: {where.reason}. Here {UNTIMED} Try --device cpu to check values, or --static --target sm_90"
-        )
-    file = check_writable() if where.is_cuda else None
-    target = device_target(where.index) if where.is_cuda else None
-    ends = time.monotonic() + (budget_s or math.inf)
-    reports: list[Report] = []
-    try:
-        with (
-            Log(out, where.name) as log,
-            _progress(as_json) as (begin, listen),
-            Session(where, log, target=target, jobs=_jobs(), search=search, seed=seed, listen=listen) as session,
-        ):
-            for i, case in enumerate(cases):
-                begin(f"{i + 1}/{len(cases)} {case.title}")
-                reports.append(session.tune(case, (ends - time.monotonic()) / (len(cases) - i)))
-    finally:  # Ctrl-C leaves the finished cases stored: they are shown too
-        if not as_json:
-            for report in reports:
-                print_report(report)
-            if any(report.key for report in reports):
-                typer.echo(f"Stored in {file}")
-    if where.is_cuda:
-        return _finish({"device": where.title, "file": str(file)}, reports, as_json)
-    problem = f"on a CPU {UNTIMED}"
-    _finish({"device": where.title, "file": None}, reports, as_json, problem)
-    return ExitCode.USAGE
+    where: Device
+    search: Search
+    seed: int
+    budget_s: float | None
+    ranks: int
+    held_out: bool
+    out: Path | None
+    resume: bool
+    as_json: bool
+
+    def tune(self, cases: list[Case]) -> ExitCode:
+        from ..tuning.log import Log
+        from ..tuning.regret import left_out
+        from ..tuning.session import Session
+        from ..tuning.static import device_target
+        from ..tuning.store import check_writable, save
+        from .tune_tables import print_held_out, print_left_out, print_report
+
+        where, started = self.where, time.monotonic()
+        file = check_writable() if where.is_cuda else None
+        resumed = self._resumed()
+        ends = started + (self.budget_s or math.inf)
+        reports: list[Report] = []
+        held: list[HeldOut] = []
+        lost: list[LeftOut] = []
+        try:
+            with (
+                Log(self.out, where.name) as log,
+                _progress(cases, self.as_json) as listen,
+                Session(
+                    where,
+                    log,
+                    target=device_target(where.index) if where.is_cuda else None,
+                    jobs=_jobs(),
+                    search=self.search,
+                    seed=self.seed,
+                    ranks=self._rank_devices(),
+                    resumed=resumed,
+                    listen=listen,
+                ) as session,
+            ):
+                for report in session.tune(cases, self.budget_s or math.inf):
+                    reports.append(report)
+                lost = left_out(reports)
+                if lost:
+                    save([one.entry for one in lost])
+                if self.held_out:
+                    held.extend(session.held_out(reports, ends))
+        finally:  # Ctrl-C leaves the finished cases stored: they are shown too
+            if not self.as_json:
+                for report in reports:
+                    print_report(report)
+                print_left_out(lost)
+                print_held_out(held)
+                if any(report.key for report in reports):
+                    typer.echo(f"Stored in {file}, after {time.monotonic() - started:.0f} s")
+        if where.is_cuda:
+            return _finish({"device": where.title, "file": str(file)}, reports, self.as_json, held=held)
+        _finish({"device": where.title, "file": None}, reports, self.as_json, f"on a CPU {UNTIMED}")
+        return ExitCode.USAGE
+
+    def _rank_devices(self) -> list[str]:
+        """A GPU for each rank where there are as many, else the one of the run for all."""
+        if self.ranks == 1 or not self.where.is_cuda:
+            return []
+        import torch
+
+        if torch.cuda.device_count() >= self.ranks:
+            return [f"cuda:{rank}" for rank in range(self.ranks)]
+        return [str(self.where)] * self.ranks
+
+    def _resumed(self) -> dict[Case, Replay]:
+        from ..tuning.log import read_log
+
+        if not self.resume or not self.out.exists():
+            return {}
+        return {logged.case: logged for logged in read_log(self.out) if logged.gpu == self.where.name}
 
 
-def _replay(path: Path, search: Search, seed: int, as_json: bool) -> ExitCode:
+def _against_autotune(cases: list[Case], where: Device, seed: int, out: Path | None, as_json: bool) -> ExitCode:
+    from ..tuning.against_autotune import Rows, compare
+    from .tune_tables import print_autotune
+
+    if not where.is_cuda:
+        raise CliError(f"--against-autotune: on a CPU {UNTIMED}")
+    rows = []
+    with Rows(out) as file:
+        for case in cases:
+            for row in compare(case, where, seed):
+                file.write(row)
+                rows.append(row)
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        print_autotune(rows)
+    return ExitCode.OK
+
+
+def _replay(path: Path, search: str | None, seed: int, as_json: bool) -> ExitCode:
     from ..tuning.log import read_log
+    from ..tuning.replays import compare_searches
     from ..tuning.session import replay
-    from .tune_tables import print_report
+    from .tune_tables import print_report, print_searches
 
-    reports = [replay(logged, search, seed) for logged in read_log(path)]
+    logged = list(read_log(path))
+    how = _search(search or "exhaustive", timed=True)
+    reports = [replay(one, how, seed) for one in logged]
+    searches = compare_searches(logged) if search is None else []
     if not as_json:
         for report in reports:
             print_report(report)
-    return _finish({"replayed": str(path)}, reports, as_json)
+        print_searches(searches)
+    head = {"replayed": str(path), "searches": [asdict(one) for one in searches]}
+    return _finish(head, reports, as_json)
 
 
-def _finish(head: dict, reports: list[Report], as_json: bool, problem: str = "") -> ExitCode:
+def _finish(
+    head: dict, reports: list[Report], as_json: bool, problem: str = "", held: Sequence[HeldOut] = ()
+) -> ExitCode:
     """Say the problem, if any, last; print the document."""
-    from .tune_tables import report_object
+    from .tune_tables import held_out_object, report_object
 
     without = [report.case.title for report in reports if report.tuned.choice is None]
     if without and not problem:
         problem = f"no valid config for {'; '.join(without)}. The table says why"
     if as_json:
-        typer.echo(json.dumps({**head, "problem": problem, "cases": list(map(report_object, reports))}, indent=1))
+        body = {"cases": list(map(report_object, reports)), "held_out": list(map(held_out_object, held))}
+        typer.echo(json.dumps({**head, "problem": problem, **body}, indent=1))
     if problem:
         typer.echo(f"Error: {problem}", err=True)
     return ExitCode.FOUND_WRONG if problem else ExitCode.OK
@@ -273,7 +431,7 @@ def _finish(head: dict, reports: list[Report], as_json: bool, problem: str = "")
 def _static(cases: list[Case], where: Device, text: str | None, out: Path | None, as_json: bool) -> ExitCode:
     from ..tuning.log import Log
     from ..tuning.outcome import OK
-    from ..tuning.space import candidates
+    from ..tuning.space import candidates, ruled_out
     from ..tuning.static import Compilers, device_target, parse_target
     from .tune_tables import compiled_object, print_compiled
 
@@ -281,12 +439,11 @@ def _static(cases: list[Case], where: Device, text: str | None, out: Path | None
         raise CliError("--static: there is no GPU to take the target from. Name one: --target sm_90")
     target = parse_target(text) if text else device_target(where.index)
     found: dict[Case, list[Compiled]] = {}
-    with Log(out) as log, _progress(as_json) as (begin, listen), Compilers(target, _jobs()) as compilers:
-        for i, case in enumerate(cases):
-            begin(f"{i + 1}/{len(cases)} {case.title}")
+    with Log(out) as log, _progress(cases, as_json) as listen, Compilers(target, _jobs()) as compilers:
+        for case in cases:
             for compiled in compilers.survey(case, candidates(case, target.warp_size)):
                 log.compiled(case, compiled)
-                listen("compiled", compiled.outcome)
+                listen(case, "compiled", compiled.outcome)
                 found.setdefault(case, []).append(compiled)
     unusable = [case.title for case, all_ in found.items() if all(c.outcome.status != OK for c in all_)]
     if as_json:
@@ -294,57 +451,30 @@ def _static(cases: list[Case], where: Device, text: str | None, out: Path | None
         typer.echo(json.dumps({"target": str(target), "cases": documents}, indent=1))
     else:
         for case, compiled in found.items():
-            print_compiled(case, str(target), compiled)
+            print_compiled(case, str(target), compiled, ruled_out(case, target.warp_size))
     if unusable:
         typer.echo(f"Error: no valid config for {target}: {'; '.join(unusable)}", err=True)
     return ExitCode.FOUND_WRONG if unusable else ExitCode.OK
 
 
-def _show(as_json: bool) -> ExitCode:
-    from ..tuning.store import saved_entries, user_file
-    from .tune_tables import entry_object, print_entries
-
-    entries, problems = saved_entries()
-    if as_json:
-        listed = [entry_object(path, entry) for path, entry in entries]
-        typer.echo(json.dumps({"file": str(user_file()), "entries": listed, "notes": problems}, indent=1))
-    elif entries:
-        print_entries(entries)
-    else:
-        typer.echo(f"Nothing is tuned: {user_file()} holds no block sizes. Run 'attn-graph tune' on a GPU")
-    for problem in problems:
-        typer.echo(f"Note: {problem}", err=True)
-    return ExitCode.OK
-
-
-def _clear() -> ExitCode:
-    from ..tuning.store import clear
-
-    typer.echo(clear())
-    return ExitCode.OK
-
-
 @contextmanager
-def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[str, Outcome], None]]]:
-    """Yields ``begin(title)`` and ``listen(phase, outcome)``; silent when piped or asked to be."""
+def _progress(cases: Sequence[Case], quiet: bool) -> Iterator[Listen]:
+    """Yields ``listen(case, phase, outcome)``; silent when piped or asked to be."""
     if quiet or not sys.stderr.isatty():
-        yield (lambda title: None), (lambda phase, outcome: None)
+        yield lambda case, phase, outcome: None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, shown = bar.add_task("starting"), {"title": "", "best": math.inf}
+        task, bests = bar.add_task("starting"), dict.fromkeys(cases, math.inf)
 
-        def begin(title: str) -> None:
-            shown.update(title=title, best=math.inf)
-            bar.update(task, description=title)
-
-        def listen(phase: str, outcome: Outcome) -> None:
+        def listen(case: Case, phase: str, outcome: Outcome) -> None:
             if outcome.median_us and not outcome.cause:
-                shown["best"] = min(shown["best"], outcome.median_us)
-            best = "" if shown["best"] == math.inf else f", best so far {shown['best']:.2f} us"
-            bar.update(task, description=f"{shown['title']}: {phase} {outcome.candidate}{best}")
+                bests[case] = min(bests[case], outcome.median_us)
+            best = "" if bests[case] == math.inf else f", best so far {bests[case]:.2f} us"
+            title = f"{list(bests).index(case) + 1}/{len(bests)} {case.title}"
+            bar.update(task, description=f"{title}: {phase} {outcome.candidate}{best}")
 
-        yield begin, listen
+        yield listen

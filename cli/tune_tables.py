@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..profilers.sample import Case
+    from ..tuning.against_autotune import Row
+    from ..tuning.held_out import HeldOut
     from ..tuning.outcome import Outcome
+    from ..tuning.regret import LeftOut
+    from ..tuning.replays import Searched
     from ..tuning.session import Report
     from ..tuning.static import Compiled
-    from ..tuning.store import Entry
+    from ..tuning.store import Entry, Key
+
+
+MOST_NAMED = 6
 
 
 def print_report(report: Report) -> None:
@@ -34,8 +41,11 @@ def print_report(report: Report) -> None:
     typer.echo("")
 
 
-def print_compiled(case: Case, target: str, found: Iterable[Compiled]) -> None:
-    """One case compiled for a target: what each candidate takes, and why some are out."""
+def print_compiled(case: Case, target: str, found: Iterable[Compiled], ruled_out: Mapping[str, int]) -> None:
+    """One case compiled for a target: what each candidate takes, and why some are out.
+
+    ruled_out: constraint -> combinations that it kept from being candidates.
+    """
     table = _table(
         f"{case.title}, compiled for {target}",
         "candidate",
@@ -51,6 +61,9 @@ def print_compiled(case: Case, target: str, found: Iterable[Compiled]) -> None:
             str(compiled.outcome.candidate), *("?" if f is None else str(f) for f in figures), _out(compiled.outcome)
         )
     _print(table)
+    for what, n in ruled_out.items():
+        typer.echo(f"No candidates: {n} combinations with {what}")
+    typer.echo("")
 
 
 def print_entries(entries: Iterable[tuple[Path, Entry]]) -> None:
@@ -60,7 +73,7 @@ def print_entries(entries: Iterable[tuple[Path, Entry]]) -> None:
         facts = entry.facts
         table.add_row(
             str(entry.key),
-            " ".join(f"{name}={value}" for name, value in entry.config.items()),
+            _setting(entry.config),
             *(_number(facts.get(name)) for name in ("p50_us", "default_p50_us")),
             str(facts.get("measured_at", ""))[:10],
             str(path),
@@ -68,15 +81,99 @@ def print_entries(entries: Iterable[tuple[Path, Entry]]) -> None:
     _print(table)
 
 
+def print_diff(a: Path, b: Path, found: Iterable[tuple[Key, Entry | None, Entry | None]]) -> None:
+    table = _table("", "GPU, kernel, shape", str(a), "us", str(b), "us")
+    for key, *sides in found:
+        cells = []
+        for entry in sides:
+            cells += [_setting(entry.config), _number(entry.facts.get("p50_us"))] if entry else ["nothing", ""]
+        table.add_row(str(key), *cells)
+    _print(table)
+
+
+def print_held_out(found: Sequence[HeldOut]) -> None:
+    """Shapes that were not tuned: what the store gives, beside the default."""
+    from ..tuning.held_out import geometric_mean
+
+    if not found:
+        return
+    table = _table(
+        "Held-out shapes", "shape", "rule", "block sizes", "us", "default us", "us cold", "default us cold", ""
+    )
+    for one in found:
+        if one.chosen == one.default:
+            continue
+        hot, cold = one.finals.hot_us, one.finals.cold_us
+        times = (_median(side.get(c)) for side in (hot, cold) for c in (one.chosen, one.default))
+        table.add_row(one.case.title, one.found.rule, str(one.chosen), *map(_number, times), one.word)
+    if table.row_count:
+        _print(table)
+    same = sum(one.chosen == one.default for one in found)
+    mean = geometric_mean(one for one in found if one.chosen != one.default)
+    faster = f", the others take {mean:.3f} of the default's time in geometric mean" if mean else ""
+    typer.echo(f"Held out: {len(found)} shapes, {same} of them run the default{faster}")
+
+
+def print_left_out(found: Iterable[LeftOut]) -> None:
+    """A line for each rule: what it would have cost on the tuned shapes."""
+    by_rule: dict[str, list[LeftOut]] = {}
+    for one in found:
+        by_rule.setdefault(one.rule, []).append(one)
+    for rule, ones in by_rule.items():
+        lost = [one.regret for one in ones if one.regret is not None]
+        told = f"lose at most {max(lost):.1%}, {median(lost):.1%} in median" if lost else "were not timed with it"
+        timed = f", {len(lost)} of them timed" if len(lost) < len(ones) and lost else ""
+        typer.echo(f"Left out: {len(ones)} shapes would go by the rule '{rule}'{timed}: they {told}")
+
+
+def print_searches(found: Sequence[Searched]) -> None:
+    """Searches after so many tries."""
+    if not found:
+        return
+    table = _table(
+        "Searches on these cases: speed of the best found, as a share of the fastest's",
+        "search", "after tries", "mean", "least", "share of runs at 97%", "tries made",
+    )  # fmt: skip
+    for one in found:
+        shares = (f"{value:.3f}" for value in (one.mean_speed, one.least_speed, one.good_enough))
+        table.add_row(one.search, str(one.tries), *shares, f"{one.tried:.0f}")
+    _print(table)
+
+
+def print_autotune(rows: Sequence[Row]) -> None:
+    """Both tuners: seconds, agreement of their processes, and regret on held-out lengths."""
+    table = _table(
+        "triton.autotune and attn-graph tune, same candidates", "case", "tuner", "processes", "different choices",
+        "seconds", "mean regret", "most regret",
+    )  # fmt: skip
+    for case, tuner in dict.fromkeys((row.case.title, row.tuner) for row in rows):
+        own = [row for row in rows if (row.case.title, row.tuner) == (case, tuner)]
+        runs = {row.process: row for row in own}
+        lost = [row.regret for row in own if row.regret is not None]
+        table.add_row(
+            case, tuner, str(len(runs)), str(len({row.candidate for row in own})),
+            f"{median(row.seconds for row in runs.values()):.1f}",
+            *([f"{sum(lost) / len(lost):.1%}", f"{max(lost):.1%}"] if lost else ["", ""]),
+        )  # fmt: skip
+    _print(table)
+
+
+def _setting(config: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
 def _finalists_table(report: Report) -> Table:
     tuned, choice = report.tuned, report.tuned.choice
-    table = _table(report.case.title, "candidate", "us hot", "us cold", "us rough", "")
+    slowest = tuned.finals.slowest_us
+    on_ranks = ["us slowest rank"] if slowest else []
+    table = _table(report.case.title, "candidate", "us hot", *on_ranks, "us cold", "us rough", "")
     rough = {outcome.candidate: outcome.median_us for outcome in tuned.outcomes}
     for candidate in sorted(choice.medians_us, key=choice.medians_us.__getitem__):
         place = "chosen" if candidate == choice.winner else "tie" if candidate in choice.tied else ""
         table.add_row(
             str(candidate),
             _number(choice.medians_us[candidate]),
+            *([_number(_median(slowest.get(candidate)))] if slowest else []),
             _number(_median(tuned.finals.cold_us.get(candidate))),
             _number(rough[candidate]),
             ", ".join(filter(None, (place, "default" if candidate == report.default else ""))),
@@ -98,7 +195,8 @@ def _causes(outcomes: Sequence[Outcome]) -> list[str]:
     lines = []
     for cause in causes:
         out = [outcome for outcome in outcomes if outcome.cause == cause]
-        names = "; ".join(str(outcome.candidate) for outcome in out)
+        names = "; ".join(str(outcome.candidate) for outcome in out[:MOST_NAMED])
+        names += f"; and {len(out) - MOST_NAMED} more, see --out or --json" if len(out) > MOST_NAMED else ""
         lines.append(f"Out of {len(outcomes)}, {len(out)} {out[0].status} ({cause}: {out[0].reason}): {names}")
     return lines
 
@@ -167,6 +265,21 @@ def compiled_object(case: Case, found: Iterable[Compiled]) -> dict:
 def entry_object(path: Path, entry: Entry) -> dict:
     """A stored choice; the key's fields and the facts side by side."""
     return {**entry.facts, **asdict(entry.key), "config": entry.config, "file": str(path)}
+
+
+def held_out_object(one: HeldOut) -> dict:
+    """A held-out shape as JSON holds it."""
+    times = one.finals.hot_us
+    return {
+        "case": asdict(one.case),
+        "rule": one.found.rule,
+        "config": one.chosen.as_dict(),
+        "default": one.default.as_dict(),
+        "p50_us": _median(times.get(one.chosen)),
+        "default_p50_us": _median(times.get(one.default)),
+        "ratio": one.ratio,
+        "verdict": one.word,
+    }
 
 
 def _outcome_object(outcome: Outcome, compiled: Compiled | None) -> dict:

@@ -73,6 +73,10 @@ class Child:
             raise ChildDied(self._ending()) from None
         return self._answer(limit_s)
 
+    def kill(self) -> None:
+        """End the process from another thread than the caller's: a call in progress raises `ChildDied`."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process; it has nothing to save."""
         self._process.kill()

@@ -40,16 +40,22 @@ class Choice:
     rejected: dict[Candidate, Outcome] = field(default_factory=dict)
 
 
-def choose(order: Sequence[Candidate], default: Candidate, times: Times, guard: Times | None = None) -> Choice | None:
+GUARDS = {"slower_cold": "with cold caches", "slower_rank": "on the slowest rank"}
+"""Other conditions under which a winner may not be slower than the default: cause -> in words."""
+
+
+def choose(
+    order: Sequence[Candidate], default: Candidate, times: Times, guards: Mapping[str, Times] | None = None
+) -> Choice | None:
     """The winner among `times`, or None where nothing can win.
 
     Args:
         order: the finalists in the space's order.
         default: what runs untuned, finalist or not.
         times: us by candidate; value i of all was taken in the same moment.
-        guard: times under other conditions (cold caches): what is slower than the default there cannot win.
+        guards: times under other conditions, by cause: what is slower than the default there cannot win.
     """
-    rejected = {c: found for c in order if (found := _disqualified(c, default, times, guard or {}))}
+    rejected = {c: found for c in order if (found := _disqualified(c, default, times, guards or {}))}
     running = [c for c in order if c not in rejected]
     if not running:
         return None
@@ -63,17 +69,20 @@ def choose(order: Sequence[Candidate], default: Candidate, times: Times, guard: 
     return Choice(winner, tied, medians, _reason(winner, best, default, medians), rejected)
 
 
-def _disqualified(candidate: Candidate, default: Candidate, times: Times, guard: Times) -> Outcome | None:
+def _disqualified(
+    candidate: Candidate, default: Candidate, times: Times, guards: Mapping[str, Times]
+) -> Outcome | None:
     values = times[candidate]
     if 2 * len(_positive(values)) <= len(values):
         reason = f"the timer returned {median(values):.3g} us, which cannot be" if values else "no times"
         return Outcome(candidate, SKIPPED, "bad_timer", reason)
-    if candidate == default or candidate not in guard or default not in guard:
-        return None
-    verdict = paired_verdict(_or_nan(guard[default]), _or_nan(guard[candidate]), tolerance=MARGIN)
-    if verdict.word == SLOWER and verdict.ratio > 1 + MARGIN:
-        reason = f"{verdict.ratio - 1:.1%} slower than the default with cold caches"
-        return Outcome(candidate, SKIPPED, "slower_cold", reason)
+    for cause, guard in guards.items():
+        if candidate == default or candidate not in guard or default not in guard:
+            continue
+        verdict = paired_verdict(_or_nan(guard[default]), _or_nan(guard[candidate]), tolerance=MARGIN)
+        if verdict.word == SLOWER and verdict.ratio > 1 + MARGIN:
+            reason = f"{verdict.ratio - 1:.1%} slower than the default {GUARDS[cause]}"
+            return Outcome(candidate, SKIPPED, cause, reason)
     return None
 
 

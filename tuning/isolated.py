@@ -38,6 +38,10 @@ class IsolatedBench:
         self._child: Child | None = None
         self._case: Case | None = None
 
+    def start(self) -> None:
+        """Start the process now, so that no case pays for it."""
+        self._ready()
+
     def prepare(self, case: Case) -> None:
         """Make `case` the one that is measured.
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import csv
+import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ..profilers.sample import CASE_COLUMNS, Case
-from .outcome import OK, Finals, Outcome, timed
-from .space import Candidate, candidates
+from .outcome import NOT_TRIED, OK, Finals, Measurer, Outcome, timed
+from .space import Candidate
 from .static import Compiled
 
 if TYPE_CHECKING:
     import pandas as pd
 
-STATIC, ROUGH, HOT, COLD = "static", "rough", "final_hot", "final_cold"
-"""Phases: compiled, timed alone, timed side by side with warm and with cold caches."""
+STATIC, ROUGH, HOT, COLD, SLOWEST = "static", "rough", "final_hot", "final_cold", "final_slowest_rank"
+HELD_OUT_HOT, HELD_OUT_COLD = "held_out_hot", "held_out_cold"
+"""Phases: compiled, timed alone, timed side by side with warm and with cold caches (means over ranks), and on each
+candidate's slowest rank; the default beside the choice on shapes that were not tuned."""
+
+END = b"\r\n"
+"""Of a row. Line breaks within a text are bare."""
 
 COLUMNS = (
     *CASE_COLUMNS, "gpu", "candidate", "phase", "status", "cause", "reason", "p50_us", "n", "samples_us",
@@ -49,6 +57,7 @@ class Log:
             return
         if path.exists() and path.stat().st_size:
             _check_columns(path)
+            _cut_torn_row(path)
         self._file = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115 (see close)
         self._writer = csv.writer(self._file)
         if not self._file.tell():
@@ -61,9 +70,20 @@ class Log:
         self._write(case, ROUGH, outcome)
 
     def finals(self, case: Case, finals: Finals) -> None:
-        for phase, times in ((HOT, finals.hot_us), (COLD, finals.cold_us)):
-            for candidate, samples in times.items():
-                self._write(case, phase, finals.rejected.get(candidate) or timed(candidate, samples))
+        self._side_by_side(case, finals, {HOT: finals.hot_us, COLD: finals.cold_us, SLOWEST: finals.slowest_us})
+
+    def held_out(self, case: Case, finals: Finals, rule: str) -> None:
+        """The default, then what the store gave by `rule`."""
+        phases = {HELD_OUT_HOT: finals.hot_us, HELD_OUT_COLD: finals.cold_us}
+        self._side_by_side(case, finals, phases, ("the default", f"stored, by the rule: {rule}"))
+
+    def _side_by_side(
+        self, case: Case, finals: Finals, phases: Mapping[str, Mapping], reasons: Sequence[str] = ()
+    ) -> None:
+        for phase, times in phases.items():
+            for (candidate, samples), reason in zip(times.items(), chain(reasons, repeat("")), strict=False):
+                outcome = finals.rejected.get(candidate) or timed(candidate, samples)
+                self._write(case, phase, outcome if outcome.reason else replace(outcome, reason=reason))
 
     def _write(self, case: Case, phase: str, outcome: Outcome, resources: Sequence[int | None] = ()) -> None:
         if self._file is None:
@@ -92,21 +112,28 @@ class Replay:
     """The measurer of one logged case: the same outcomes and times, and no device.
 
     Attributes:
-        space: what was tried, in the space's order, so that ties are broken as they were.
+        space: what was tried, the default first, then in the space's order, so that ties are broken as they were.
     """
 
     def __init__(self, case: Case, gpu: str, rows: pd.DataFrame) -> None:
         self.case, self.gpu = case, gpu
         self._outcomes: dict[Candidate, Outcome] = {}
-        self._times: dict[str, dict[Candidate, tuple[float, ...]]] = {HOT: {}, COLD: {}}
+        self._times: dict[str, dict[Candidate, tuple[float, ...]]] = {HOT: {}, COLD: {}, SLOWEST: {}}
+        pruned: set[Candidate] = set()
         for row in rows.itertuples():
             candidate = _candidate(row.candidate)
             samples = tuple(float(value) for value in row.samples_us.split())
             if row.phase in self._times:
                 self._times[row.phase][candidate] = samples
-            elif row.phase == ROUGH or row.status != OK:
+            elif row.phase == ROUGH or (row.phase == STATIC and row.status != OK):
                 self._outcomes[candidate] = Outcome(candidate, row.status, row.cause, row.reason, samples)
-        self.space = [c for c in candidates(case) if c in self._outcomes]
+                pruned |= {candidate} if row.phase == STATIC else set()
+        default = next((c for c in self._outcomes if c not in pruned), None)  # every search begins with it
+        self.space = sorted(self._outcomes, key=lambda c: (c != default, c.values))
+
+    def __contains__(self, candidate: Candidate) -> bool:
+        """Whether it was tried."""
+        return candidate in self._outcomes and self._outcomes[candidate].status != NOT_TRIED
 
     def rough(self, candidate: Candidate) -> Outcome:
         return self._outcomes[candidate]
@@ -114,8 +141,22 @@ class Replay:
     def finals(self, finalists: Sequence[Candidate]) -> Finals:
         """Side by side only where all of them were; other finalists than the logged ones have their rough times."""
         if all(candidate in self._times[HOT] for candidate in finalists):
-            return Finals(*(_only(self._times[phase], finalists) for phase in (HOT, COLD)))
+            return Finals(*(_only(self._times[phase], finalists) for phase in (HOT, COLD, SLOWEST)))
         return Finals({}, note="not all finalists were timed side by side: decided by the logged rough times")
+
+
+class Resumed:
+    """A measurer that asks the log of an interrupted run first, and a device for what is not there."""
+
+    def __init__(self, logged: Replay, measurer: Measurer) -> None:
+        self._logged, self._measurer = logged, measurer
+
+    def rough(self, candidate: Candidate) -> Outcome:
+        return (self._logged if candidate in self._logged else self._measurer).rough(candidate)
+
+    def finals(self, finalists: Sequence[Candidate]) -> Finals:
+        found = self._logged.finals(finalists)
+        return found if found.hot_us else self._measurer.finals(finalists)
 
 
 def read_log(path: Path) -> Iterator[Replay]:
@@ -129,8 +170,10 @@ def read_log(path: Path) -> Iterator[Replay]:
     from ..profilers.results import cases_in
 
     _check_columns(path)
+    content = path.read_bytes()
+    whole = content[: content.rfind(END) + len(END)] if END in content else content
     texts = {"context": str, "candidate": str, "samples_us": str, "reason": str, "cause": str, "gpu": str}
-    frame = pd.read_csv(path, keep_default_na=False, dtype=texts)
+    frame = pd.read_csv(io.BytesIO(whole), keep_default_na=False, dtype=texts)
     if frame.empty:
         raise LogError(f"{path}: no rows")
     for gpu, rows in frame.groupby("gpu", sort=False):
@@ -143,6 +186,13 @@ def _check_columns(path: Path) -> None:
         found = next(csv.reader(file), [])
     if tuple(found) != COLUMNS:
         raise LogError(f"{path}: not a log of candidates of this version. Choose another file")
+
+
+def _cut_torn_row(path: Path) -> None:
+    """A kill in mid-write leaves a part of a row, to which the next one would be glued."""
+    content = path.read_bytes()
+    if not content.endswith(END):
+        os.truncate(path, content.rfind(END) + len(END))
 
 
 def _candidate(text: str) -> Candidate:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..backends.batch import ForwardBatch, context_lengths, edge_lengths, live_b
 from ..backends.modes import Implementation, Placement
 from ..backends.oracle import Expected
 from ..backends.registry import lookup
-from ..backends.runners.decode import DecodeRunner, StaticSlots, upload
+from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
 from ..profilers.agreement import Disagreement, host_batch, host_pools, poison_value
 from ..profilers.device_time import GpuTimer, Timer, interleaved_us
 from ..profilers.measure import attention_config, batch_shape, case_pools
@@ -32,6 +32,8 @@ HOT_COUNTS = (5 * DRAWS, 15 * DRAWS)
 COLD_COUNTS = (2 * DRAWS, 6 * DRAWS)
 ROUGH_REPEATS = 5
 FINAL_REPEATS = 20
+COLD_REPEATS = 12
+"""A flush before each rebuild makes these the most expensive samples; they only guard."""
 CALLS_AGAIN = 9
 """Rebuilds after the first that must leave the same values."""
 
@@ -67,7 +69,7 @@ class CaseMeasurer:
         self._pools = case_pools(self._case, self._device)
         batches = _Batches(self._case, self._class, self._pools)
         self._checks = batches.checks
-        self._timed = [check.batch for check in batches.draws]
+        self._timed = batches.draws
         self._inputs = tensors_of([self._pools, self._timed, [check.batch for check in self._checks]], "inputs")
         self._originals = {path: tensor.clone() for path, tensor in self._inputs.items()}
 
@@ -89,12 +91,16 @@ class CaseMeasurer:
         try:
             backends = {candidate: self._built(candidate) for candidate in candidates}
             hot = self._samples(backends, FINAL_REPEATS)
-            cold = self._samples(backends, FINAL_REPEATS, cold=True)
+            cold = self._samples(backends, COLD_REPEATS, cold=True)
             rejected = {c: found for c, b in backends.items() if (found := self._wrong(c, b, CALLS_AGAIN))}
         except Exception as error:
             cause, reason = why(error)
             return Finals({}, note=f"the finalists could not be timed side by side ({cause}: {reason})")
-        return Finals(hot, cold, rejected)
+        return Finals(hot, cold, rejected=rejected)
+
+    def body(self, candidate: Candidate) -> Callable[[], None]:
+        """A call that rebuilds for the next batch of the mix; neither checked nor captured."""
+        return self._body(self._built(candidate))
 
     def _built(self, candidate: Candidate) -> AttentionBackend:
         """A backend with outputs of its own, bound as at capture."""
@@ -142,7 +148,7 @@ class CaseMeasurer:
         )
         return {candidate: tuple(found[str(candidate)]) for candidate in backends}
 
-    def _body(self, backend: AttentionBackend):
+    def _body(self, backend: AttentionBackend) -> Callable[[], None]:
         """Rebuilds for the next batch of the mix. A graph holds whole rounds, so each batch weighs the same."""
         batches = itertools.cycle(self._timed)
         return lambda: backend.init_forward_metadata_in_graph(next(batches))
@@ -176,7 +182,7 @@ class _Batches:
 
     Attributes:
         draws: DRAWS batches from the length mix.
-        checks: batches with every length at which a kernel can go wrong, and a draw.
+        checks: batches with every length at which a kernel can go wrong, and the first draw.
     """
 
     def __init__(self, case: Case, backend: type[AttentionBackend], pools: Any) -> None:
@@ -185,8 +191,9 @@ class _Batches:
         self._runner = padding_runner(case, backend(attention_config(case), pools, Implementation.FUSED))
         self._tables = host_pools(self._runner)
         drawn = [self._drawn() for _ in range(DRAWS)]
-        self.draws = [self._check(lengths) for lengths in drawn]
-        self.checks = [self._check(lengths) for lengths in self._edges(drawn[0])] + self.draws[:1]
+        first = self._check(drawn[0])
+        self.draws = [first.batch, *(self._loaded(lengths)[1] for lengths in drawn[1:])]
+        self.checks = [*(self._check(lengths) for lengths in self._edges(drawn[0])), first]
 
     def _drawn(self) -> np.ndarray:
         shape = self._shape
@@ -203,14 +210,20 @@ class _Batches:
             yield lengths
 
     def _check(self, lengths: np.ndarray) -> _Check:
-        shape, runner, device = self._shape, self._runner, self._pools.req_to_token.device
+        runner = self._runner
+        step, batch = self._loaded(lengths)
+        expected = runner.backend.expected(host_batch(runner, step), self._tables)
+        device = self._pools.req_to_token.device
+        return _Check(batch, {path: _on_device(field, device) for path, field in expected.items()})
+
+    def _loaded(self, lengths: np.ndarray) -> tuple[StepInputs, ForwardBatch]:
+        """Requests of these lengths, as the engine has them and as the hooks see them."""
+        shape, runner = self._shape, self._runner
         rows = 1 + self._rng.permutation(shape.bucket)
         live = live_batch(shape.mode, lengths, rows, self._pools, shape.tokens_per_req, self._rng)
-        step = upload(live, device)
+        step = upload(live, self._pools.req_to_token.device)
         runner.load_batch(step)
-        expected = runner.backend.expected(host_batch(runner, step), self._tables)
-        batch = _copied(runner.capture_batch(shape.bucket))
-        return _Check(batch, {path: _on_device(field, device) for path, field in expected.items()})
+        return step, _copied(runner.capture_batch(shape.bucket))
 
 
 def padding_runner(case: Case, backend: AttentionBackend) -> DecodeRunner:

@@ -22,7 +22,9 @@ CAUSES = (
     "failed",  # any other error
     "bad_timer",  # samples of zero and below
     "slower_cold",  # beaten by the default once the caches are cold
+    "slower_rank",  # beaten by the default where a tensor-parallel step waits: on the slowest rank
     "time_budget",  # there was no time left to try it
+    "search",  # the search ended without it
 )
 """Why a candidate is out."""
 
@@ -66,13 +68,15 @@ class Finals:
     """The finalists side by side: value i of every candidate was taken in the same moment.
 
     Attributes:
-        hot_us, cold_us: by candidate; hot: buffers as the rebuild before left them in the caches.
+        hot_us, cold_us: by candidate, the mean over ranks; hot: buffers as the rebuild before left them in the caches.
+        slowest_us: the same hot times on the candidate's slowest rank; empty for one rank.
         rejected: finalists that were found out only now.
         note: what a reader must know of how these were taken.
     """
 
     hot_us: Mapping[Candidate, tuple[float, ...]]
     cold_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    slowest_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
     rejected: Mapping[Candidate, Outcome] = field(default_factory=dict)
     note: str = ""
 

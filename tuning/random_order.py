@@ -10,6 +10,11 @@ from .space import Candidate
 
 
 def search(candidates: Sequence[Candidate], measure: Measure, seed: int) -> Iterator[Outcome]:
+    yield from map(measure, shuffled(candidates, seed))
+
+
+def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+    """The first, then the others in the seed's order."""
     default, *others = candidates
     random.Random(seed).shuffle(others)
-    yield from map(measure, [default, *others])
+    return [default, *others]

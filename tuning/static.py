@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -97,35 +97,44 @@ class Compiled:
 
 
 class Compilers:
-    """Compiler processes for one target, `jobs` of them; they start when there is something to compile."""
+    """Compiler processes for one target, `jobs` of them; they start when there is something to compile.
 
-    def __init__(self, target: Target, jobs: int = 1) -> None:
-        self._workers = [_Worker(target) for _ in range(max(1, jobs))]
+    variables: environment variables of theirs.
+    """
 
-    def survey(self, case: Case, candidates: Sequence[Candidate]) -> Iterator[Compiled]:
-        """Compile every candidate of a case; yields them in their order, as they come.
+    def __init__(self, target: Target, jobs: int = 1, variables: Mapping[str, str] | None = None) -> None:
+        self._workers = [_Worker(target, variables or {}) for _ in range(max(1, jobs))]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(len(self._workers))
+
+    def submit(self, case: Case, candidates: Sequence[Candidate]) -> list[Future[Compiled]]:
+        """Compile every candidate of a case, behind what was submitted before; returns at once.
 
         One that does not compile, crashes the compiler, takes more than COMPILE_LIMIT_S or spills more than
         SPILL_LIMIT_BYTES is out; where the toolchain tells no spills, none is out for that.
         """
-        idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            idle.put(worker)
+        return [self._threads.submit(self._compile, case, candidate) for candidate in candidates]
 
-        def compile_one(candidate: Candidate) -> Compiled:
-            worker = idle.get()
-            try:
-                return worker.compile(case, candidate)
-            finally:
-                idle.put(worker)
+    def survey(self, case: Case, candidates: Sequence[Candidate]) -> Iterator[Compiled]:
+        """`submit`, and yield the results in the candidates' order, as they come."""
+        for future in self.submit(case, candidates):
+            yield future.result()
 
-        threads = ThreadPoolExecutor(len(self._workers))
+    def _compile(self, case: Case, candidate: Candidate) -> Compiled:
+        worker = self._idle.get()
         try:
-            yield from threads.map(compile_one, candidates)
+            return worker.compile(case, candidate)
         finally:
-            threads.shutdown(cancel_futures=True)  # waits for what is being compiled: the processes are used again
+            self._idle.put(worker)
 
     def close(self) -> None:
+        """Drop what has not begun, and end the processes with what they are at."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown()
         for worker in self._workers:
             worker.close()
 
@@ -139,14 +148,15 @@ class Compilers:
 class _Worker:
     """A compiler process, replaced when a candidate crashes it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, variables: Mapping[str, str]) -> None:
         self._target = target
+        self._variables = {**variables, "TRITON_INTERPRET": "0"}
         self._child: Child | None = None
 
     def compile(self, case: Case, candidate: Candidate) -> Compiled:
         try:
             if self._child is None:
-                self._child = Child(COMPILER, self._target, variables={"TRITON_INTERPRET": "0"})
+                self._child = Child(COMPILER, self._target, variables=self._variables)
             return self._child.call("compile", case, candidate, limit_s=COMPILE_LIMIT_S)
         except ChildTimeout as error:
             self._child = None
@@ -154,6 +164,10 @@ class _Worker:
         except ChildDied as error:
             self._child = None
             return Compiled(Outcome(candidate, SKIPPED, "died", f"compiler: {error}"))
+
+    def kill(self) -> None:
+        if child := self._child:
+            child.kill()
 
     def close(self) -> None:
         if self._child is not None:

@@ -1,14 +1,16 @@
 """Chosen block sizes on disk: what was measured, for which kernel on which GPU, and what a new shape gets from it.
 
 One JSON file a user, ``tuned.json``, and read-only tables that are shipped. A choice is found under its whole key
-(exact), or, for a shape that was not measured, under the nearest one within BOUND (neighbour), or not at all (default).
-Which of the three it was is always part of the answer. Imports no torch.
+(exact), or, for a shape that was not measured, under the nearest one within BOUND (neighbour), or, on a GPU that was
+not measured, under the same or the nearest shape of one with the same chip generation (family), or not at all
+(default). Which it was is always part of the answer, with what the rule cost where it could be tried: on tuned shapes
+as if they had not been (leave-one-out). Imports no torch.
 
 In another module::
 
     found = store.lookup_case(case, device.name)      # or store.lookup(Key(...))
     print(store.describe(found))                      # one line: the rule, the choice, the file and the key
-    config = AttentionConfig(..., extra={"kernel_config": DecodeMetadataConfig(**found.config)} if found.config else {})
+    config = measure.attention_config(case, found.config)
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,7 +38,18 @@ LOCK_TIMEOUT_S = 30.0
 BOUND = 2.0
 """A neighbour's bucket and columns are at most this many times larger or smaller."""
 
-EXACT, NEIGHBOUR, DEFAULT = "exact", "neighbour", "default"
+CHOSE_DEFAULT = "chose_default"
+"""Fact: whether the choice is what would have run untuned."""
+
+EXACT, NEIGHBOUR, FAMILY, DEFAULT = "exact", "neighbour", "family", "default"
+
+FAMILIES = {
+    "Hopper": r"\b(H100|H200|H800|GH200)\b",
+    "Ampere": r"\b(A100|A800)\b",
+    "Blackwell": r"\b(B100|B200|B300|GB200|GB300)\b",
+    "CDNA3": r"\bMI(300|308|325)[AX]?\b",
+}
+"""Chip generation -> how its data-centre GPUs are called. They differ in memory and clocks only."""
 
 
 class StoreError(Exception):
@@ -83,6 +98,11 @@ class Entry:
     config: dict[str, int]
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def config_for(self, key: Key) -> dict[str, int] | None:
+        """What it says for a shape. Where the default was chosen, another shape gets the default made for it: None."""
+        kept = key == self.key or self.facts.get(CHOSE_DEFAULT) is not True
+        return dict(self.config) if kept else None
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -90,7 +110,7 @@ class Found:
 
     Attributes:
         config: parameters by the kernel's own names; None for the kernel's default.
-        rule: ``exact``, ``neighbour`` or ``default``.
+        rule: ``exact``, ``neighbour``, ``family`` or ``default``.
         file: where it is from; for a default, where it was looked for.
         detail: how a neighbour differs, or why there is nothing.
         key: what was searched; None where nothing could be.
@@ -105,6 +125,8 @@ class Found:
 
 def describe(found: Found) -> str:
     """One line for people: ``tuned ...`` or ``default, searched ...``, with file and key."""
+    if found.config is None and found.rule != DEFAULT:
+        return f"Block sizes: default ({found.rule}, {found.detail}: there the default is best), from {found.file}"
     if found.config is None:
         searched = f", searched {found.key} in {found.file}" if found.key else ""
         return f"Block sizes: default{searched}: {found.detail}"
@@ -136,21 +158,84 @@ def lookup_case(case: Case, device: str) -> Found:
 def lookup(key: Key) -> Found:
     """The choice for `key`. Never raises for what is in a file: an unusable file is a reason in `detail`."""
     files = [_read(path) for path in (user_file(), *sorted(SHIPPED.glob("*.json")))]
-    ranked = [
-        (rank, file.path, entry)
-        for file in files
-        for entry in file.entries()
-        if (rank := _distance(key, entry.key)) is not None
-    ]
+    known = [(file.path, entry) for file in files for entry in file.entries()]
     problems = [f"{file.path} is {file.problem}" for file in files if file.problem]
-    if not ranked:
-        entries = [entry.key for file in files for entry in file.entries()]
-        detail = "; ".join(problems or [_why_nothing(key, entries)])
+    found = nearest(key, [entry for _, entry in known])
+    entries = [entry for _, entry in known]
+    if found is None:
+        detail = "; ".join(
+            [*(problems or [_why_nothing(key, [e.key for e in entries])]), *_cost(key, DEFAULT, entries)]
+        )
         return Found(None, DEFAULT, files[0].path, detail, key)
-    _, path, entry = min(ranked, key=lambda found: found[0])  # the user's file is first, and so wins a draw
-    differs = [] if entry.key == key else [f"measured for {_difference(key, entry.key)}"]
-    rule = NEIGHBOUR if differs else EXACT
-    return Found(dict(entry.config), rule, path, "; ".join(differs + problems), key)
+    rule, entry = found
+    path = next(path for path, one in known if one is entry)
+    differs = [] if rule == EXACT else [f"measured for {_difference(key, entry.key)}"]
+    detail = "; ".join([*differs, *_cost(key, rule, entries), *problems])
+    return Found(entry.config_for(key), rule, path, detail, key)
+
+
+def nearest(key: Key, entries: Sequence[Entry]) -> tuple[str, Entry] | None:
+    """The rule that gives a choice for `key`, and the choice; of equally near ones the first."""
+    for rule, of in ((NEIGHBOUR, key), *((FAMILY, replace(key, device=device)) for device in _relatives(key, entries))):
+        ranked = [(far, entry) for entry in entries if (far := _distance(of, entry.key)) is not None]
+        if ranked:
+            _, entry = min(ranked, key=lambda found: found[0])
+            return (EXACT if entry.key == key else rule), entry
+    return None
+
+
+def left_out(entry: Entry, entries: Sequence[Entry]) -> tuple[str, dict[str, int] | None]:
+    """What the rules give for a measured shape as if it had not been: the rule, and its config (None: the default).
+
+    Entries of the same captured shape that differ in the lengths only go too: they know the shape.
+    """
+    unseen = replace(entry.key, context="", mode="", backend="")
+    others = [e for e in entries if replace(e.key, context="", mode="", backend="") != unseen]
+    found = nearest(entry.key, others)
+    return (DEFAULT, None) if found is None else (found[0], found[1].config_for(entry.key))
+
+
+def family(device: str) -> str:
+    """Chip generation of a GPU by its name; blank if unknown."""
+    return next((name for name, pattern in FAMILIES.items() if re.search(pattern, device)), "")
+
+
+def _relatives(key: Key, entries: Sequence[Entry]) -> list[str]:
+    """Other GPUs of the same generation that something is known of."""
+    own = family(key.device)
+    devices = dict.fromkeys(entry.key.device for entry in entries)
+    return [device for device in devices if own and device != key.device and family(device) == own]
+
+
+def _cost(key: Key, rule: str, entries: Sequence[Entry]) -> list[str]:
+    """What a rule lost on tuned shapes of this kernel as if they had not been tuned, where that is known."""
+    if rule == FAMILY:
+        return ["what it costs on this GPU is not known"]
+    tried = [e.facts["left_out"] for e in entries if (e.key.device, e.key.kernel) == (key.device, key.kernel)
+             and isinstance(e.facts.get("left_out"), dict)]  # fmt: skip
+    lost = [one["regret"] for one in tried if one.get("rule") == rule and isinstance(one.get("regret"), float)]
+    if rule == EXACT or not lost:
+        return []
+    return [
+        f"left out, {len(lost)} tuned shapes lose at most {max(lost):.1%} by this rule, {median(lost):.1%} in median"
+    ]
+
+
+def diff(a: Path, b: Path) -> list[tuple[Key, Entry | None, Entry | None]]:
+    """Choices that differ between two files: the key, what `a` has, what `b` has; None where one has nothing.
+
+    Raises:
+        StoreError: a file cannot be used.
+    """
+    sides = []
+    for path in (a, b):
+        file = _read(path)
+        if file.problem or not path.exists():
+            raise StoreError(f"{path} is {file.problem or 'not there'}")
+        sides.append({entry.key: entry for entry in file.entries()})
+    keys = dict.fromkeys([*sides[0], *sides[1]])
+    pairs = [(key, sides[0].get(key), sides[1].get(key)) for key in keys]
+    return [(key, x, y) for key, x, y in pairs if x is None or y is None or x.config != y.config]
 
 
 def saved_entries() -> tuple[list[tuple[Path, Entry]], list[str]]:
@@ -304,20 +389,23 @@ def _set_aside(path: Path, why: str) -> str:
 # Nearness.
 
 
-def _distance(wanted: Key, known: Key) -> tuple[float, bool, bool] | None:
-    """How far a known shape is from the wanted one, (0, False, False) being the same; None: too far to be used."""
+def _distance(wanted: Key, known: Key) -> tuple[float, bool, bool, bool] | None:
+    """How far a known shape is from the wanted one, (0, False, ...) being the same; None: too far to be used."""
     if any(getattr(wanted, name) != getattr(known, name) for name in _VARIANT):
         return None
     ratios = [getattr(wanted, name) / getattr(known, name) for name in ("bucket", "columns")]
     if not all(1 / BOUND <= ratio <= BOUND for ratio in ratios):
         return None
-    return sum(abs(math.log2(ratio)) for ratio in ratios), wanted.context != known.context, wanted.mode != known.mode
+    unlike = (getattr(wanted, name) != getattr(known, name) for name in ("backend", "context", "mode"))
+    return (sum(abs(math.log2(ratio)) for ratio in ratios), *unlike)
 
 
 def _difference(wanted: Key, known: Key) -> str:
     """``bucket 4, context loguniform:1:131072``: in what the measured shape differs."""
     return ", ".join(
-        f"{name} {getattr(known, name)}" for name in _SHAPE if getattr(known, name) != getattr(wanted, name)
+        f"{name} {getattr(known, name)}"
+        for name in ("device", *_SHAPE)
+        if getattr(known, name) != getattr(wanted, name)
     )
 
 

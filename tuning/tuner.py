@@ -7,16 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import exhaustive, random_order
+from . import exhaustive, random_order, surrogate
 from .decide import Choice, choose
 from .outcome import NOT_TRIED, OK, Finals, Measure, Measurer, Outcome
 from .space import Candidate
 
 Search = Callable[[Sequence[Candidate], Measure, int], Iterator[Outcome]]
 
-SEARCHES: dict[str, Search] = {"exhaustive": exhaustive.search, "random": random_order.search}
+SEARCHES: dict[str, Search] = {
+    "exhaustive": exhaustive.search,
+    "random": random_order.search,
+    "surrogate": surrogate.search,
+}
 
-MOST_FINALISTS = 6
+MOST_FINALISTS = 4
 FINALIST_WITHIN = 1.10
 """Rough times are taken minutes apart: what is this close to the fastest may be the fastest."""
 ROUGH_SHARE = 0.75
@@ -65,15 +69,16 @@ def tune(
     default, known = space[0], dict(pruned or {})
     for outcome in known.values():
         listen(outcome)
-    deadline = clock() + ROUGH_SHARE * budget_s
+    deadline, late = clock() + ROUGH_SHARE * budget_s, False
     for outcome in search([c for c in space if c not in known], measurer.rough, seed):
         known[outcome.candidate] = outcome
         listen(outcome)
-        if clock() >= deadline:
+        if late := clock() >= deadline:
             break
+    left = ("time_budget", "no time was left for it") if late else ("search", "the search saw no promise in it")
     for candidate in space:
         if candidate not in known:
-            known[candidate] = Outcome(candidate, NOT_TRIED, "time_budget", "no time was left for it")
+            known[candidate] = Outcome(candidate, NOT_TRIED, *left)
             listen(known[candidate])
     outcomes = tuple(known[candidate] for candidate in space)
     finalists = _finalists(outcomes, default)
@@ -95,7 +100,7 @@ def _decided(outcomes: tuple[Outcome, ...], finalists: list[Candidate], default:
     rough = {o.candidate: o.samples_us for o in outcomes}
     times = finals.hot_us or rough  # one finalist alone, or finals that broke
     order = [c for c in finalists if c not in finals.rejected]
-    choice = choose(order, default, times, finals.cold_us)
+    choice = choose(order, default, times, {"slower_cold": finals.cold_us, "slower_rank": finals.slowest_us})
     late = dict(finals.rejected) | (choice.rejected if choice else {})
     outcomes = tuple(late.get(o.candidate, o) for o in outcomes)
     return Tuned(outcomes, finals, choice, (finals.note,) if finals.note else ())

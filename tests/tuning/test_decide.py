@@ -98,7 +98,7 @@ def test_what_wins_hot_and_loses_cold_is_not_taken():
     hot = {A: around(1.0), B: around(0.8, seed=1), C: around(0.9, seed=2)}
     cold = {A: around(5.0), B: around(6.0, seed=1), C: around(5.0, seed=2)}
     assert choose([A, B, C], A, hot).winner == B
-    choice = choose([A, B, C], A, hot, cold)
+    choice = choose([A, B, C], A, hot, {"slower_cold": cold})
     assert choice.winner == C
     assert choice.rejected[B].cause == "slower_cold"
     assert "20" in choice.rejected[B].reason

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import Future
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 from attn_graph.profilers.devices import Device
 from attn_graph.profilers.sample import Case
-from attn_graph.tuning import session, store
+from attn_graph.tuning import held_out, session, store
 from attn_graph.tuning.exhaustive import search
-from attn_graph.tuning.log import Log
+from attn_graph.tuning.log import Log, read_log
 from attn_graph.tuning.outcome import SKIPPED, Finals, Outcome, timed
 from attn_graph.tuning.space import candidates, key_of
 from attn_graph.tuning.static import Compiled, Resources, Target
@@ -26,6 +30,9 @@ class MadeUpBench:
 
     def __init__(self, target, device, variables) -> None:
         assert (device, variables) == ("cuda:0", {"TRITON_INTERPRET": "0"})
+
+    def start(self) -> None:
+        pass
 
     def prepare(self, case) -> None:
         MadeUpBench.tried = []
@@ -46,14 +53,18 @@ class MadeUpBench:
 class MadeUpCompilers:
     """The default and the last candidate spill."""
 
-    def __init__(self, target, jobs) -> None:
+    def __init__(self, target, jobs, variables) -> None:
         pass
 
-    def survey(self, case, space):
-        for candidate in space:
-            spills = candidate in (space[0], space[-1])
-            outcome = Outcome(candidate, SKIPPED, "spills", "64 bytes a lane") if spills else Outcome(candidate)
-            yield Compiled(outcome, Resources(255 if spills else 30, 64 * spills, 0, 1000))
+    def submit(self, case, space):
+        return [self.compiled(candidate) for candidate in space]
+
+    def compiled(self, candidate) -> Future:
+        spills = candidate in (SPACE[0], SPACE[-1])
+        outcome = Outcome(candidate, SKIPPED, "spills", "64 bytes a lane") if spills else Outcome(candidate)
+        future = Future()
+        future.set_result(Compiled(outcome, Resources(255 if spills else 30, 64 * spills, 0, 1000)))
+        return future
 
     def close(self) -> None:
         pass
@@ -73,7 +84,8 @@ def tuned(tmp_path, **options):
         Log(tmp_path / "log.csv", GPU.name) as log,
         session.Session(GPU, log, target=target, search=search, **options) as s,
     ):
-        return s.tune(CASE)
+        (report,) = s.tune([CASE])
+        return report
 
 
 def test_the_choice_is_stored_with_what_a_reader_wants_to_know(tmp_path):
@@ -115,13 +127,117 @@ def test_where_no_candidate_is_usable_nothing_is_stored(tmp_path, monkeypatch):
 
 def test_the_listener_hears_of_compiling_and_measuring(tmp_path):
     heard = []
-    tuned(tmp_path, listen=lambda phase, outcome: heard.append(phase))
+    tuned(tmp_path, listen=lambda case, phase, outcome: heard.append(phase))
     assert heard == ["compiled"] * len(SPACE) + ["measured"] * len(SPACE)
 
 
-def test_without_time_compiling_stops_early_and_the_default_is_measured(tmp_path):
+class NeverCompiled(MadeUpCompilers):
+    def compiled(self, candidate) -> Future:
+        return Future()
+
+
+def test_without_time_nothing_waits_for_compilers_and_the_default_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "Compilers", NeverCompiled)
     with Log(None) as log, session.Session(GPU, log, target=Target("cuda", 90, 32), search=search) as s:
-        report = s.tune(CASE, budget_s=0.0)
-    assert len(report.compiled) == 1
+        (report,) = s.tune([CASE], budget_s=0.0)
+    assert report.compiled == {}
     assert MadeUpBench.tried == SPACE[:1]
     assert len(report.tuned.left_out) == len(SPACE) - 1
+
+
+def test_a_case_that_cannot_be_prepared_is_a_report_and_the_others_go_on(tmp_path, monkeypatch):
+    too_large = replace(CASE, bs=16, bucket=16)
+
+    def prepare(self, case):
+        if case == too_large:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MadeUpBench, "prepare", prepare)
+    with Log(None) as log, session.Session(GPU, log, search=search) as s:
+        failed, good = s.tune([too_large, CASE])
+    assert (failed.tuned.choice, failed.key) == (None, None)
+    assert failed.notes == ("not measured: out of memory",)
+    assert good.tuned.choice is not None
+
+
+def test_a_killed_run_goes_on_without_trying_a_candidate_again(tmp_path):
+    """The first run is cut off after five candidates, in the middle of writing the sixth row."""
+    path = tmp_path / "log.csv"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Log(path, GPU.name) as log,
+        session.Session(GPU, log, search=search, listen=StopsAfter(5)) as s,
+    ):
+        list(s.tune([CASE]))
+    with open(path, "a") as file:
+        file.write("trtllm_mha,decode,8,8,log")
+    before = set(MadeUpBench.tried)
+    assert len(before) == 5
+    resumed = {one.case: one for one in read_log(path)}
+    with Log(path, GPU.name) as log, session.Session(GPU, log, search=search, resumed=resumed) as s:
+        (report,) = s.tune([CASE])
+    assert not before & set(MadeUpBench.tried)
+    assert before | set(MadeUpBench.tried) == set(SPACE)
+    assert report.tuned.choice.winner == SPACE[-1]
+    rows = pd.read_csv(path)
+    assert rows.loc[rows["phase"] == "rough", "candidate"].is_unique
+
+
+def test_a_run_that_is_complete_is_resumed_without_measuring_anything(tmp_path):
+    first = tuned(tmp_path)
+    again = tuned(tmp_path, resumed={one.case: one for one in read_log(tmp_path / "log.csv")})
+    assert MadeUpBench.tried == []
+    assert again.tuned.choice.winner == first.tuned.choice.winner
+    log = pd.read_csv(tmp_path / "log.csv")
+    assert not log[log["phase"] != "static"].duplicated(["candidate", "phase"]).any()
+
+
+class StopsAfter:
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, case, phase, outcome) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+# Held-out shapes.
+
+
+def test_choices_are_compared_with_the_default_on_shapes_that_were_not_tuned(tmp_path):
+    with Log(tmp_path / "log.csv", GPU.name) as log, session.Session(GPU, log, search=search) as s:
+        reports = list(s.tune([CASE]))
+        held = list(s.held_out(reports))
+    assert {one.case.context for one in held} == {"uniform:1:1024", "uniform:1:65536", CASE.context}
+    assert {one.case.bucket for one in held} == {8, 12}
+    assert all(one.found.rule == "neighbour" for one in held)
+    assert {one.word for one in held} == {"faster"}
+    gains = [0.95 ** (SPACE.index(one.chosen) - SPACE.index(one.default)) for one in held]
+    assert [one.ratio for one in held] == pytest.approx(gains)
+    assert held_out.geometric_mean(held) == pytest.approx(math.prod(gains) ** (1 / len(gains)))
+    rows = pd.read_csv(tmp_path / "log.csv")
+    rows = rows[rows["phase"] == "held_out_hot"]
+    assert len(rows) == 2 * len(held)
+    assert set(rows["reason"]) == {"the default", "stored, by the rule: neighbour"}
+
+
+def test_a_choice_that_is_slower_on_a_held_out_shape_is_said_to_be(tmp_path, monkeypatch):
+    with Log(None) as log, session.Session(GPU, log, search=search) as s:
+        reports = list(s.tune([CASE]))
+        monkeypatch.setattr(
+            MadeUpBench, "finals", lambda self, pair: Finals({pair[0]: (1.0,) * 20, pair[1]: (2.0,) * 20})
+        )
+        held = list(s.held_out(reports))
+    assert {one.word for one in held} == {"slower"}
+    assert held[0].ratio == pytest.approx(2.0)
+
+
+def test_where_the_default_was_chosen_nothing_is_measured_on_held_out_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(MadeUpBench, "finals", lambda self, chosen: Finals({c: (1.0,) * 20 for c in chosen}))
+    with Log(None) as log, session.Session(GPU, log, search=search) as s:
+        (report,) = s.tune([CASE])
+        monkeypatch.setattr(MadeUpBench, "prepare", None)
+        held = list(s.held_out([report]))
+    assert report.tuned.choice.winner == SPACE[0]
+    assert {(one.word, one.ratio) for one in held} == {("same setting", 1.0)}

@@ -56,11 +56,11 @@ def test_what_was_saved_is_found_under_its_whole_key(folder):
 
 def test_another_gpu_gets_the_default_and_the_key_that_was_searched(folder):
     store.save([Entry(KEY, CONFIG)])
-    found = lookup(replace(KEY, device="NVIDIA H100"))
+    found = lookup(replace(KEY, device="NVIDIA B200"))
     assert (found.config, found.rule) == (None, DEFAULT)
     line = describe(found)
     assert line.startswith(
-        "Block sizes: default, searched NVIDIA H100, decode_metadata of trtllm_mha, decode, bucket 64"
+        "Block sizes: default, searched NVIDIA B200, decode_metadata of trtllm_mha, decode, bucket 64"
     )
     assert str(folder / store.FILE) in line
     assert line.endswith("tuned only for NVIDIA H200")
