@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,6 +78,13 @@ def bench(
     rank_timeout: Annotated[
         float, typer.Option("--rank-timeout", min=1, help="Seconds of silence after which a rank counts as hung.")
     ] = 300.0,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline",
+            help="Also write timeline.json.gz: all ranks' steps for ui.perfetto.dev or chrome://tracing.",
+        ),
+    ] = False,
     nvtx: Annotated[bool, typer.Option("--nvtx/--no-nvtx", help="Push NVTX ranges around prep, launch, step.")] = True,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw plots and the HTML report at the end.")
@@ -127,6 +135,8 @@ def bench(
     if observer is not None:
         from . import observe
 
+        if timeline:
+            raise CliError("--timeline draws the steps of an unobserved run; leave it or --observer out")
         if resume:
             raise CliError("--observer takes a minute or two and starts anew; leave --resume out")
         names = observe.observer_names(observer)
@@ -156,12 +166,20 @@ def bench(
     if place and place.rank:
         return outcome.exit_code
     write_waits(folder, counts)
+    if timeline:
+        outcome = replace(outcome, notes=(*outcome.notes, _draw_timeline(folder)))
     if plots:
         from .plots import save_plots
         from .report import write_report
 
         write_report(folder, save_plots(folder))
     return ExitCode(leave_outcome(_show(folder, outcome, as_json)))
+
+
+def _draw_timeline(folder: Path) -> str:
+    from ..profilers.chrome_trace import TIMELINE, save_timeline
+
+    return f"Timeline: {folder / TIMELINE}, for ui.perfetto.dev. {save_timeline(folder).note}"
 
 
 def _show(folder: Path, outcome: Outcome, as_json: bool) -> ExitCode:
