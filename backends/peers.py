@@ -57,10 +57,19 @@ def sglang_page_table_update() -> Peer:
     Raises:
         PeerMissing: sglang is not installed, or this release keeps the kernel elsewhere.
     """
+    return page_table_update_in(installed_site())
+
+
+def installed_site() -> Path:
+    """The folder of installed packages that holds sglang.
+
+    Raises:
+        PeerMissing: none does.
+    """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise PeerMissing("sglang is not installed here: its arms are left out")
-    return page_table_update_in(Path(spec.submodule_search_locations[0]).parent)
+    return Path(spec.submodule_search_locations[0]).parent
 
 
 def page_table_update_in(site: Path) -> Peer:

@@ -23,7 +23,7 @@ def _graph_launch() -> ctypes._NamedFuncPointer:
     hip = torch.version.hip is not None
     library = ctypes.CDLL("libamdhip64.so" if hip else "libcuda.so.1")
     function = library.hipGraphLaunch if hip else library.cuGraphLaunch
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    # No argument types: callers hand it ready-made handles, which would be converted once more at every launch.
     function.restype = ctypes.c_int
     return function
 

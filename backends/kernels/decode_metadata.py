@@ -309,11 +309,14 @@ class PreparedDecodeMetadata:
     """`update_decode_metadata` without its checks, bound to its output buffers: a call only brings what changes.
 
     Args: those of `update_decode_metadata`, every one of them; the caller has checked them.
+
+    Attributes:
+        launch: what a call goes through; takes the arguments at VARYING.
     """
 
     def __init__(self, **arguments) -> None:
         self._absent = arguments["cache_seqlens"]
-        self._launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=VARYING)
+        self.launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=VARYING)
 
     def __call__(
         self,
@@ -324,7 +327,7 @@ class PreparedDecodeMetadata:
     ) -> None:
         """Rebuild for these inputs; the layout of each as in `update_decode_metadata`."""
         loc = self._absent if out_cache_loc is None else out_cache_loc
-        self._launch(
+        self.launch(
             req_pool_indices,
             seq_lens,
             loc,

@@ -164,7 +164,10 @@ class BoundLaunch:
         for cell, i in zip(packet.cells, variant.positions, strict=True):
             cell.value = seen[i][0]
         by_position = dict(zip(variant.positions, packet.cells, strict=True))
-        self._varying = [(by_position.get(i), isinstance(args[i], torch.Tensor), seen[i][1]) for i in varying]
+        # [place among the varying, what the cell holds, cell, what the variant was compiled for]
+        varied = [[n, args[i], by_position.get(i), seen[i][1]] for n, i in enumerate(varying)]
+        self._ints = [entry for entry in varied if type(entry[1]) is int]
+        self._tensors = [[*entry, entry[1].data_ptr()] for entry in varied if type(entry[1]) is not int]
         # The driver reads addresses: the tensors that never change must live as long as this does.
         self._kept = [arg for i, arg in enumerate(args) if i not in varying]
         _bound.add(self)
@@ -174,17 +177,28 @@ class BoundLaunch:
         device = current_device()
         if device != self._device:
             return False
-        for (cell, is_tensor, wanted), value in zip(self._varying, values):  # noqa: B905 - hot path
-            if is_tensor:  # what `_seen` does, without its calls
-                new = value.data_ptr()
-                if new & 15 != wanted[1] or value.dtype is not wanted[0]:
-                    return False
-            else:
-                new, code = _seen(value)
-                if code != wanted:
-                    return False
+        for entry in self._tensors:
+            n, held, cell, wanted, address = entry
+            value = values[n]
+            new = value.data_ptr()
+            if new == address and value is held:
+                continue
+            if value.dtype is not wanted[0] or new & 15 != wanted[1]:
+                return False
             if cell is not None:
                 cell.value = new
+            entry[1], entry[4] = value, new
+        for entry in self._ints:
+            n, held, cell, wanted = entry
+            value = values[n]
+            if type(value) is int and value == held:
+                continue
+            new, code = _seen(value)
+            if code != wanted:
+                return False
+            if cell is not None:
+                cell.value = new
+            entry[1] = value
         self._packet.launch(current_stream(device))
         return True
 

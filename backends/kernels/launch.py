@@ -72,18 +72,27 @@ class PreparedLaunch:
     def __call__(self, *values: Any) -> None:
         if self._bound is not None and not observers and self._bound.repeat(values):
             return
-        kernel, grid, args, options = self._launch
-        now = list(args)
-        for position, value in zip(self._varying, values, strict=True):
-            now[position] = value
+        kernel, grid, _, options = self._launch
+        now = self._arguments(values)
         if observers or not self._binds or self._bound is not None:
-            launch(kernel, grid, tuple(now), options)
+            launch(kernel, grid, now, options)
             return
         compiled = kernel[grid](*now, **options)
         try:
-            self._bound = direct.BoundLaunch(compiled, grid, tuple(now), self._varying)
+            self._bound = direct.BoundLaunch(compiled, grid, now, self._varying)
         except ValueError:
             self._binds = False
+
+    def through_triton(self, *values: Any) -> None:
+        """The same launch by Triton's own launcher, to compare with. Observers do not see it."""
+        kernel, grid, _, options = self._launch
+        kernel[grid](*self._arguments(values), **options)
+
+    def _arguments(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        now = list(self._launch[2])
+        for position, value in zip(self._varying, values, strict=True):
+            now[position] = value
+        return tuple(now)
 
 
 def through_observers(run: Run, args: tuple[Any, ...] | None) -> None:

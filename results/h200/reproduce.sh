@@ -18,7 +18,7 @@ $AG verify --backend trtllm_mha --full --json > "$OUT/verify.json"
 $AG verify --json > "$OUT/verify_all.json"
 peers=()
 for peer in "$@"; do peers+=(--peer "$peer"); done
-$AG perf "${peers[@]}" --out "$OUT/floor.csv" > "$OUT/floor.txt"
+$AG perf "${peers[@]}" --out "$OUT" > "$OUT/floor.txt"
 ncu --target-processes all --nvtx --nvtx-include "attn_graph@prep trtllm_mha decode fused-eager/" --clock-control none \
     --metrics gpu__time_duration.sum \
     $AG bench --bs 8 --no-swa --tp 1 --steps 3 --warmup 1 --graph-nodes 5 --arm fused-eager,aten-eager --no-plots \
