@@ -198,7 +198,14 @@ class Run:
             "delay to inject": str(self.injection),
             "device": self.device.name or self.device.kind,
             **{name: version(name) for name in ("torch", "attn-graph")},
+            **self._chosen(),
         }
+
+    def _chosen(self) -> dict[str, str]:
+        """Block sizes as this rank would take them: hosts may hold unlike files of tuned ones."""
+        found, _ = self._tuned(self.plan.cases)
+        cases = {case.key: case.title for case in self.plan.cases}
+        return {f"choice of block sizes for {cases[key]}": answer.setting for key, answer in found.items()}
 
     def _tuned(self, cases: list[Case]) -> tuple[dict, tuple[str, ...]]:
         """Where each case's block sizes come from, and a line for each distinct answer."""

@@ -122,6 +122,11 @@ class Found:
     detail: str
     key: Key | None
 
+    @property
+    def setting(self) -> str:
+        """``block=256 num_warps=4``, or ``the default``."""
+        return " ".join(f"{name}={value}" for name, value in (self.config or {}).items()) or "the default"
+
 
 def describe(found: Found) -> str:
     """One line for people: ``tuned ...`` or ``default, searched ...``, with file and key."""
@@ -130,9 +135,8 @@ def describe(found: Found) -> str:
     if found.config is None:
         searched = f", searched {found.key} in {found.file}" if found.key else ""
         return f"Block sizes: default{searched}: {found.detail}"
-    values = " ".join(f"{name}={value}" for name, value in found.config.items())
     differs = f", {found.detail}" if found.detail else ""
-    return f"Block sizes: tuned ({found.rule}{differs}) {values}, from {found.file} under {found.key}"
+    return f"Block sizes: tuned ({found.rule}{differs}) {found.setting}, from {found.file} under {found.key}"
 
 
 def user_file() -> Path:
