@@ -12,9 +12,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from attn_graph.backends.tunable import KERNELS
 from attn_graph.profilers.sample import Case
 from attn_graph.tuning import store
-from attn_graph.tuning.store import DEFAULT, EXACT, NEIGHBOUR, Entry, Key, StoreError, describe, lookup, lookup_case
+from attn_graph.tuning.store import (
+    DEFAULT,
+    EXACT,
+    FAMILY,
+    NEIGHBOUR,
+    SHIPPED,
+    Entry,
+    Key,
+    StoreError,
+    describe,
+    lookup,
+    lookup_case,
+)
 
 KEY = Key("NVIDIA H200", "decode_metadata", 64, True, bucket=64, columns=2048, context="loguniform:1:131072")
 CONFIG = {"programs_per_row": 8, "block": 256, "num_warps": 4}
@@ -145,6 +158,98 @@ def test_a_case_is_looked_up_by_its_own_shape_and_a_backend_without_block_sizes_
     other = lookup_case(replace(case, backend="something"), "NVIDIA H200")
     assert (other.config, other.rule) == (None, DEFAULT)
     assert "something" in describe(other)
+
+
+@pytest.mark.parametrize(
+    ("device", "rule"),
+    [
+        ("NVIDIA H200", EXACT),
+        ("NVIDIA H100 80GB HBM3", FAMILY),
+        ("NVIDIA GH200 480GB", FAMILY),
+        ("NVIDIA H20", DEFAULT),  # fewer multiprocessors
+        ("NVIDIA B200", DEFAULT),
+        ("AMD Instinct MI300X", DEFAULT),
+        ("Some GPU", DEFAULT),
+    ],
+)
+def test_a_gpu_of_the_same_generation_gets_what_was_measured_on_its_relative_and_is_told(device, rule):
+    store.save([Entry(KEY, CONFIG)])
+    found = lookup(replace(KEY, device=device))
+    assert found.rule == rule
+    if rule == FAMILY:
+        assert found.config == CONFIG
+        assert "measured for device NVIDIA H200; what it costs on this GPU is not known" in describe(found)
+
+
+def test_the_order_is_exact_then_a_neighbour_on_this_gpu_then_the_family_then_the_default():
+    h100 = replace(KEY, device="NVIDIA H100 80GB HBM3")
+    relative, near, own = {"block": 1}, {"block": 2}, {"block": 3}
+    for entry, config, rule in (
+        (Entry(KEY, relative), relative, FAMILY),
+        (Entry(replace(h100, bucket=32), near), near, NEIGHBOUR),
+        (Entry(h100, own), own, EXACT),
+    ):
+        assert lookup(replace(h100, bucket=1024)).rule == DEFAULT
+        store.save([entry])
+        assert (lookup(h100).config, lookup(h100).rule) == (config, rule)
+
+
+def test_where_the_default_was_best_a_neighbour_gets_its_own_default_and_not_the_other_shapes():
+    store.save([Entry(KEY, CONFIG, {store.CHOSE_DEFAULT: True})])
+    assert lookup(KEY).config == CONFIG
+    found = lookup(replace(KEY, bucket=96))
+    assert (found.config, found.rule) == (None, NEIGHBOUR)
+    assert "default (neighbour, measured for bucket 64: there the default is best)" in describe(found)
+
+
+def test_what_a_rule_lost_on_tuned_shapes_is_part_of_the_answer():
+    for bucket, rule, regret in (
+        (8, NEIGHBOUR, 0.01),
+        (64, NEIGHBOUR, 0.04),
+        (256, DEFAULT, 0.2),
+        (512, NEIGHBOUR, None),
+    ):
+        store.save([Entry(replace(KEY, bucket=bucket), CONFIG, {"left_out": {"rule": rule, "regret": regret}})])
+    assert "left out, 2 tuned shapes lose at most 4.0% by this rule, 2.5% in median" in describe(
+        lookup(replace(KEY, bucket=96))
+    )
+    assert "left out, 1 tuned shapes lose at most 20.0%" in describe(lookup(replace(KEY, bucket=1)))
+    assert "left out" not in describe(lookup(KEY))
+    assert "left out" not in describe(lookup(replace(KEY, bucket=96, kernel="csr_metadata")))
+
+
+def test_a_shape_that_is_left_out_is_judged_without_its_other_mixes():
+    entries = [
+        Entry(replace(KEY, bucket=64), {"block": 1}),
+        Entry(replace(KEY, bucket=64, context="8192"), {"block": 2}),
+        Entry(replace(KEY, bucket=96), {"block": 3}),
+    ]
+    assert store.left_out(entries[0], entries) == (NEIGHBOUR, {"block": 3})
+    assert store.left_out(entries[0], entries[:2]) == (DEFAULT, None)
+
+
+def test_two_files_are_told_apart_by_their_choices(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    moved = replace(KEY, bucket=8)
+    contents = ([raw(KEY), raw(moved, {"block": 1})], [raw(KEY, p50_us=3.0), raw(moved, {"block": 2})])
+    for path, entries in zip(files, contents, strict=True):
+        path.write_text(json.dumps({"schema": store.SCHEMA, "entries": entries}))
+    ((key, a, b),) = store.diff(*files)
+    assert (key, a.config, b.config) == (moved, {"block": 1}, {"block": 2})
+    files[1].write_text(json.dumps({"schema": store.SCHEMA, "entries": []}))
+    assert [(x is None, y is None) for _, x, y in store.diff(*files)] == [(False, True)] * 2
+    with pytest.raises(StoreError, match=r"c\.json is not there"):
+        store.diff(files[0], tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("table", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_table_is_whole_and_every_choice_is_one_that_its_kernel_takes(table):
+    file = store._read(table)
+    entries = list(file.entries())
+    assert (file.problem, len(entries)) == ("", len(file.content["entries"]))
+    kernels = {kernel.name: kernel for kernel in KERNELS.values()}
+    for entry in entries:
+        assert kernels[entry.key.kernel].config_of(entry.config).as_dict() == entry.config
 
 
 # What is kept.
