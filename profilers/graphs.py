@@ -9,9 +9,14 @@ from typing import Protocol
 import torch
 
 from .driver import raw_graph_launcher
-from .recorded import CapturedTensor, CaptureError, RecordedGraph
+from .recorded import CapturedTensor, CaptureError, RecordedGraph, recording
 
-__all__ = ["CaptureError", "CapturedTensor", "CudaGraph", "Graph", "GraphFactory", "RecordedGraph"]
+__all__ = ["CaptureError", "CapturedTensor", "CudaGraph", "Graph", "GraphFactory", "RecordedGraph", "capturing"]
+
+
+def capturing() -> bool:
+    """Whether what is done now goes into a graph instead of happening."""
+    return recording() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class Graph(Protocol):

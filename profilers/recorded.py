@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..backends.kernels.launch import observed, observers, through_observers
@@ -124,6 +124,11 @@ class _Recorder(TorchDispatchMode):
             run()
         finally:
             self.paused = False
+
+
+def recording() -> bool:
+    """Whether a `RecordedGraph` is being captured in this thread."""
+    return isinstance(_get_current_dispatch_mode(), _Recorder)
 
 
 class _HostReadGuard(TorchFunctionMode):

@@ -21,6 +21,7 @@ from ..backends.registry import lookup
 from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
 from ..profilers.agreement import Disagreement, host_batch, host_pools, poison_value
 from ..profilers.device_time import GpuTimer, Timer, interleaved_us
+from ..profilers.graphs import CaptureError, capturing
 from ..profilers.measure import attention_config, batch_shape, case_pools
 from ..profilers.sample import Case
 from .outcome import SKIPPED, Finals, Outcome, timed
@@ -74,7 +75,12 @@ class CaseMeasurer:
         self._originals = {path: tensor.clone() for path, tensor in self._inputs.items()}
 
     def rough(self, candidate: Candidate) -> Outcome:
-        """Check, then time in a few repeats. Whatever the candidate does wrong is in the outcome."""
+        """Check, then time in a few repeats. Whatever the candidate does wrong is in the outcome.
+
+        Raises:
+            CaptureError: a graph is being captured, which trials would spoil.
+        """
+        _refuse_capture()
         try:
             backend = self._built(candidate)
             wrong = self._wrong(candidate, backend)
@@ -87,7 +93,12 @@ class CaseMeasurer:
             return Outcome(candidate, SKIPPED, *why(error))
 
     def finals(self, candidates: Sequence[Candidate]) -> Finals:
-        """Times side by side, hot and cold; then every candidate's values once more, and ten times in a row."""
+        """Times side by side, hot and cold; then every candidate's values once more, and ten times in a row.
+
+        Raises:
+            CaptureError: a graph is being captured.
+        """
+        _refuse_capture()
         try:
             backends = {candidate: self._built(candidate) for candidate in candidates}
             hot = self._samples(backends, FINAL_REPEATS)
@@ -257,6 +268,11 @@ def _copied(value: Any) -> Any:
     if is_dataclass(value):
         return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
     return value
+
+
+def _refuse_capture() -> None:
+    if capturing():
+        raise CaptureError("block sizes cannot be tuned while a graph is being captured. Tune first, then capture")
 
 
 def why(error: Exception) -> tuple[str, str]:
