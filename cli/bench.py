@@ -19,6 +19,7 @@ def bench(
     backend: options.Backend = "trtllm_mha",
     mode: options.Mode = "decode",
     arm: options.ArmList = "all",
+    impl: options.Implementations = None,
     bs: options.BatchSizes = None,
     context: options.Context = None,
     page_size: options.PageSize = None,
@@ -112,6 +113,9 @@ def bench(
     where = resolve(device)
     use_interpreter(where)
     place = ranks_of.place_here(where)
+    arms, left_out = plan.without_missing_engines(plan.arms(arm, impl))
+    if left_out and not (place and place.rank):
+        typer.echo(left_out, err=True)
     tour = TOURS[where.kind]
     counts = plan.rank_counts(predict_ranks) if predict_ranks else ()
     planned = plan.sweep(
@@ -140,7 +144,7 @@ def bench(
         if resume:
             raise CliError("--observer takes a minute or two and starts anew; leave --resume out")
         names = observe.observer_names(observer)
-        chosen = observe.ARMS if arm == "all" else plan.arms(arm)
+        chosen = observe.ARMS if arm == "all" and impl is None else arms
         observe.ObserverRun(names, planned, chosen, steps, where, folder, quiet=as_json).measure()
         return observe.finish(folder, plots=plots, as_json=as_json)
     sizes = [case.tp for case in planned.cases]
@@ -149,7 +153,7 @@ def bench(
         return ranks_of.launch(max(sizes), folder)
     outcome = Run(
         plan=planned,
-        arms=plan.arms(arm),
+        arms=arms,
         steps=steps or tour.steps,
         warmup=tour.warmup if warmup is None else warmup,
         device=where,

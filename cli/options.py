@@ -17,6 +17,14 @@ ArmList = Annotated[
         "'sglang' adds the kernel of an installed SGLang.",
     ),
 ]
+Implementations = Annotated[
+    str | None,
+    typer.Option(
+        "--impl",
+        help="Only arms of these implementations, comma list: aten, compile, fused, sglang. An engine's alone is shown "
+        "beside ours.",
+    ),
+]
 BatchSizes = Annotated[
     str | None, typer.Option("--bs", help="Requests per batch, comma list. Default: a small and a larger one.")
 ]

@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from ..backends.modes import ARMS, ForwardMode
+from ..backends.modes import ARMS, Arm, ForwardMode, Implementation
 from ..backends.registry import lookup, unknown_message
 from ..profilers.sample import Case
 from .errors import CliError
@@ -57,21 +57,62 @@ def rank_counts(text: str) -> tuple[int, ...]:
     return (*doubled, last)
 
 
-def arms(text: str | None) -> tuple[str, ...]:
+def arms(text: str | None, implementations: str | None = None) -> tuple[str, ...]:
     """Arm names of a comma list; a bare implementation or placement (``fused``, ``graph``) means all its arms.
 
-    ``all`` and a bare placement leave out the kernels of other engines: those are asked for by name.
+    ``all`` and a bare placement leave out the kernels of other engines: those are asked for by name, here or in
+    `implementations`, a comma list that leaves only their arms. Where it names engines alone, ours stand beside them.
+
+    Raises:
+        CliError: an unknown name, or nothing is left.
     """
-    known, ours = [str(arm) for arm in ARMS], [str(arm) for arm in ARMS if not arm.is_peer]
+    wanted = _implementations(implementations)
+    known = [str(arm) for arm in ARMS]
+    usual = [str(arm) for arm in ARMS if arm.implementation in wanted or not (wanted or arm.is_peer)]
     if text is None or text == "all":
-        return tuple(ours)
+        return tuple(usual)
     chosen: list[str] = []
     for item in split(text, "--arm"):
-        matches = [n for n in known if item in (n, n.split("-")[0])] or [n for n in ours if item in n.split("-")]
+        matches = [n for n in known if item in (n, n.split("-")[0])] or [n for n in usual if item in n.split("-")]
         if not matches:
             raise CliError(unknown_message("arm", item, known))
         chosen += [name for name in matches if name not in chosen]
-    return tuple(chosen)
+    left = [name for name in chosen if not wanted or Arm.parse(name).implementation in wanted]
+    if not left:
+        raise CliError(f"--arm {text} and --impl {implementations} have no arm in common")
+    return tuple(left)
+
+
+def _implementations(text: str | None) -> set[Implementation]:
+    """Those of a comma list; empty for any."""
+    known = {str(i): i for i in Implementation}
+    found = set()
+    for item in split(text, "--impl") if text else ():
+        if item not in known:
+            raise CliError(unknown_message("implementation", item, list(known)))
+        found.add(known[item])
+    return found | {Implementation.FUSED} if found == {Implementation.SGLANG} else found
+
+
+def without_missing_engines(names: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The arms that can run here, and one line about those that cannot, blank if all can.
+
+    Raises:
+        CliError: only kernels of engines were asked for, and none is installed.
+    """
+    ours = tuple(name for name in names if not Arm.parse(name).is_peer)
+    if ours == names:
+        return names, ""
+    from ..backends.base import PeerMissing
+    from ..backends.peers import installed_site
+
+    try:
+        installed_site()
+    except PeerMissing as missing:
+        if not ours:
+            raise CliError(str(missing)) from None
+        return ours, str(missing)
+    return names, ""
 
 
 def backends(text: str) -> list[str]:

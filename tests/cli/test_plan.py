@@ -106,6 +106,38 @@ def test_all_arms_are_ours():
     assert len(plan.arms("all")) == 7 and not any("sglang" in arm for arm in plan.arms("all"))
 
 
+@pytest.mark.parametrize(
+    ("arm", "impl", "names"),
+    [
+        ("all", "sglang", ("fused-eager", "fused-glue", "fused-graph", "sglang-eager", "sglang-glue", "sglang-graph")),
+        ("graph", "sglang", ("fused-graph", "sglang-graph")),
+        ("eager", "aten,sglang", ("aten-eager", "sglang-eager")),
+        ("all", "fused", ("fused-eager", "fused-glue", "fused-graph")),
+        ("fused-graph,aten-eager", "aten", ("aten-eager",)),
+    ],
+)
+def test_implementations_leave_their_arms_and_an_engine_is_shown_beside_ours(arm, impl, names):
+    assert plan.arms(arm, impl) == names
+
+
+def test_implementations_that_are_unknown_or_leave_nothing_are_said_so():
+    with pytest.raises(CliError, match="Did you mean 'sglang'"):
+        plan.arms("all", "sglan")
+    with pytest.raises(CliError, match="no arm in common"):
+        plan.arms("fused", "aten")
+
+
+def test_without_an_engine_its_arms_are_left_out_with_one_line(monkeypatch):
+    from attn_graph.backends import peers
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    names, line = plan.without_missing_engines(("fused-graph", "sglang-graph"))
+    assert names == ("fused-graph",) and line == "sglang is not installed here: its arms are left out"
+    with pytest.raises(CliError, match="not installed here"):
+        plan.without_missing_engines(("sglang-graph",))
+    assert plan.without_missing_engines(("fused-graph",)) == (("fused-graph",), "")
+
+
 def test_an_unknown_arm_is_answered_with_the_nearest():
     with pytest.raises(CliError, match="Did you mean 'fused-graph'"):
         plan.arms("fused-grap")
