@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from ..backends.kernels.direct import NO_CONTEXT, bind_context, current_device
 from ..backends.kernels.launch import observers, through_observers
 
 
@@ -38,15 +39,16 @@ def raw_graph_launcher(executable: int, stream: int) -> Callable[[], None]:
 
     def call() -> None:
         code = function(graph, on)
+        if code == NO_CONTEXT:
+            bind_context(current_device())
+            code = function(graph, on)
         if code:
             raise DriverError(f"cuGraphLaunch failed with code {code}")
 
     def launch() -> None:
         if observers:
             through_observers(call, None)
-            return
-        code = function(graph, on)
-        if code:
-            raise DriverError(f"cuGraphLaunch failed with code {code}")
+        elif function(graph, on):
+            call()  # once more: says what is wrong, unless this thread had only not touched the device yet
 
     return launch

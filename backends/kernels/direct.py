@@ -24,6 +24,10 @@ _WORDS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, 
 _MAX_SCRATCH_POINTERS = 2  # Triton 3.4 and later append null pointers for scratch that these kernels do not use
 
 
+NO_CONTEXT = 201
+"""The driver's answer in a thread that has not touched the device yet. CUDA's runtime would have seen to that."""
+
+
 class LaunchConfig(ctypes.Structure):
     """The driver's CUlaunchConfig."""
 
@@ -95,6 +99,9 @@ class Packet:
         """Raises RuntimeError if the driver refuses."""
         self.config.stream = stream
         code = self._call(*self._handles)
+        if code == NO_CONTEXT:
+            bind_context(current_device())
+            code = self._call(*self._handles)
         if code:
             raise RuntimeError(f"cuLaunchKernelEx failed with code {code}")
 
@@ -265,6 +272,18 @@ def _ptx_parameters(ptx: str) -> int:
     if entry is None:
         raise ValueError("no entry in the PTX")
     return entry[1].count(".param")
+
+
+def bind_context(device: int) -> None:
+    """Make PyTorch's context of `device` current in this thread, for calls to the driver itself.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    code = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context)
+    if code:
+        raise RuntimeError(f"no context of GPU {device} in this thread: the driver answers {code}")
 
 
 @cache

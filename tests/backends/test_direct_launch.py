@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,24 @@ def test_on_another_device_it_takes_the_long_way_and_comes_back(driver):
 )
 def test_what_another_variant_was_compiled_for_is_not_launched(driver, values):
     assert not bound().repeat(values) and not driver.seen
+
+
+def test_a_thread_that_has_not_touched_the_device_is_given_its_context(driver, monkeypatch):
+    bindings = []
+    good = direct._driver_launch()
+    monkeypatch.setattr(direct, "bind_context", bindings.append)
+    monkeypatch.setattr(
+        direct, "_driver_launch", lambda: lambda *handles: good(*handles) if bindings else direct.NO_CONTEXT
+    )
+    assert bound().repeat((A, 9))
+    assert bindings == [0]
+    assert len(driver.seen) == 1
+
+
+def test_what_the_driver_refuses_is_said(driver, monkeypatch):
+    monkeypatch.setattr(direct, "_driver_launch", lambda: lambda *handles: 700)
+    with pytest.raises(RuntimeError, match="700"):
+        bound().repeat((A, 9))
 
 
 def test_a_forked_child_takes_the_long_way(driver):
@@ -193,6 +212,22 @@ def test_on_a_gpu_a_launch_is_ordered_by_the_stream_it_was_made_on():
         c["seq_lens"].fill_(100)
         update_decode_metadata(**c)  # on the default stream it would have read lengths of 0 long ago
     other.synchronize()
+    assert is_rebuilt(c)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_on_a_gpu_a_new_thread_launches_as_well():
+    from attn_graph.backends.kernels.decode_metadata import update_decode_metadata
+
+    c = page_tables(torch.device("cuda"))
+    update_decode_metadata(**c)
+    torch.cuda.synchronize()
+    c["page_table"].zero_()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(update_decode_metadata, **c).result()
+    torch.cuda.synchronize()
     assert is_rebuilt(c)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -240,6 +242,17 @@ def test_a_refused_cuda_capture_leaves_the_stream_usable():
     before = x.sum().item()
     launched(factory, graph)
     assert x.sum().item() == before + 4
+
+
+@pytest.mark.gpu
+def test_a_new_thread_launches_a_graph_as_well():
+    factory = GraphFactory(torch.device("cuda"))
+    x = torch.zeros(1, device="cuda")
+    graph = captured(factory, lambda: x.add_(1), warmups=0)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(graph.launch).result()
+    torch.cuda.synchronize()
+    assert x.item() == 1
 
 
 @pytest.mark.gpu
