@@ -25,6 +25,9 @@ _OUTCOME = "outcome"
 _SHUTDOWN_S = 15  # from the signal that ends the other ranks to SIGKILL; above the longest device-side wait
 
 
+_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
 def launch_copies(n: int, arguments: Sequence[str]) -> int:
     """Run ``python -m attn_graph.cli.main arguments`` as n ranks of this host; returns what rank 0 left as outcome.
 
@@ -81,9 +84,12 @@ def _verdict(notes: Path, codes: dict[int, int]) -> RankFailure | ResultsError:
             return ResultsError(note["failure"]["cause"])
         cases[rank] = note["case"]
         failures.append((rank, Failure(**note["failure"])))
-    told = {rank for rank, _ in failures}
-    # Exit codes below 0 are signals. A rank that says nothing and exits by itself has printed its error already.
-    failures += [(rank, Failure(exit_text(code))) for rank, code in codes.items() if rank not in told]
+    if all(failure.echo for _, failure in failures):
+        # Nobody knows the cause, so it is a rank that could not tell. Those that were only told to end come last.
+        told = {rank for rank, _ in failures}
+        silent = {rank: code for rank, code in codes.items() if rank not in told}
+        dead = {rank: code for rank, code in silent.items() if code not in _TOLD_TO_END} or silent
+        failures += [(rank, Failure(exit_text(code))) for rank, code in dead.items()]
     rank, failure = culprit(failures)
     case = cases.get(rank) or next((case for case in cases.values() if case), "")
     return RankFailure(rank, case, failure.cause, [], failure.traceback)

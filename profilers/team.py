@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ LAUNCHER = "ATTN_GRAPH_LAUNCHER_PID"
 
 _NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 _ECHO_S = 2.0  # a rank that only felt another's end leaves after it, so that the launcher sees the cause first
-_FOREVER = timedelta(days=30)
+_TURN = timedelta(seconds=2)
 
 
 class TeamError(RuntimeError):
@@ -190,7 +191,7 @@ class Team:
             if place.local_rank >= there:
                 raise TeamError(f"there is no GPU for it: {place.local_size} ranks on a host with {there} GPUs")
             torch.cuda.set_device(place.local_rank)
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=limit))
+        store = _store(place, limit)
         self._store = dist.PrefixStore("attn_graph", store)
         self._await_all(limit)
         # A group for both: reports are Python objects, which NCCL would have to move through the GPU.
@@ -234,7 +235,12 @@ class Team:
 
     def _next(self) -> tuple | None:
         key = f"work/{self._posted}"
-        self._store.wait([key], _FOREVER)
+        while True:
+            # In turns: a signal that comes while the store waits is handled when it returns.
+            with suppress(RuntimeError):
+                self._store.wait([key], _TURN)
+            if self._store.check([key]):
+                break
         self._posted += 1
         return pickle.loads(self._store.get(key))
 
@@ -347,6 +353,26 @@ def _meet_leaders(group: dist.ProcessGroup, step: int) -> None:
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     if ends[0] != -ends[1]:
         raise TeamError(f"hosts are not at the same step: this one is at {step}, another at {int(ends[0])}")
+
+
+def _store(place: Place, limit: timedelta) -> dist.Store:
+    """Where ranks leave word for each other: the launcher's, or one that rank 0 opens. Does not wait for all of them.
+
+    Raises:
+        TeamError: rank 0 did not open it.
+    """
+    import torch.distributed as dist
+
+    variables = os.environ
+    opened = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = variables["MASTER_ADDR"], int(variables.get("MASTER_PORT", "29500"))
+    try:
+        store = dist.TCPStore(
+            host, port, place.size, place.rank == 0 and not opened, timeout=limit, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise TeamError(f"did not answer at {host}:{port} within {limit.total_seconds():g} s: {error}", 0) from error
+    return dist.PrefixStore(f"attempt{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _new_file() -> str:
