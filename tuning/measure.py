@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -282,7 +283,15 @@ def why(error: Exception) -> tuple[str, str]:
     lines = str(error).strip().splitlines() or [""]
     # Triton quotes the kernel's source first; everybody else begins with what is wrong.
     told = lines[-1] if names[0] == "CompilationError" else lines[0]
-    return cause, f"{names[0]}: {told}"[:300]
+    return cause, f"{names[0]}: {told}"[:300] + _cache_advice(error)
+
+
+def _cache_advice(error: Exception) -> str:
+    """Processes that share a kernel cache can get in each other's way, and so can its permissions."""
+    cache = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    if not isinstance(error, OSError) or not str(error.filename or "").startswith(cache):
+        return ""
+    return f". The kernel cache is {cache}: give each rank a folder of its own by TRITON_CACHE_DIR"
 
 
 class DeviceBench:
