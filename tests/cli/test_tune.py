@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+import made_up_runs
 import pandas as pd
 import pytest
 import torch
@@ -16,6 +18,7 @@ from attn_graph.tuning.log import COLUMNS, Log
 from attn_graph.tuning.outcome import SKIPPED, Finals, Outcome, timed
 from attn_graph.tuning.space import candidates, representatives
 from attn_graph.tuning.store import Entry, Key
+from attn_graph.tuning.tuner import SEARCHES
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -132,11 +135,77 @@ def test_a_log_without_a_usable_candidate_ends_with_one_and_the_table(tune, tmp_
     assert "wanted 93" in ended.out
 
 
+def test_a_log_is_replayed_by_every_search_unless_one_is_named(tune, tmp_path):
+    log_of(tmp_path / "log.csv", usable=True)
+    document = json.loads(tune("--replay", "log.csv", "--json").out)
+    assert {one["search"] for one in document["searches"]} == set(SEARCHES)
+    assert "surrogate" in tune("--replay", "log.csv").out
+    assert json.loads(tune("--replay", "log.csv", "--search", "random", "--json").out)["searches"] == []
+
+
+def test_in_ci_a_missing_entry_fails_and_is_named(tune):
+    store.save([Entry(KEY, CONFIG)])
+    asked = ("--assert-hit", "--gpu", "NVIDIA H200", "--backend", "trtllm_mha", "--no-swa")
+    hit = tune(*asked, "--bs", "64")
+    assert (hit.code, hit.err) == (0, "")
+    assert "Block sizes: tuned (exact) programs_per_row=8" in hit.out
+    missed = tune(*asked, "--bs", "64,96,512")
+    assert missed.code == 1
+    lines = missed.err.splitlines()
+    assert len(lines) == 2
+    assert "bucket 96" in lines[0], "a neighbour is no entry of its own"
+    assert "bucket 512" in lines[1]
+    assert "tuned (neighbour" in missed.out
+    document = json.loads(tune(*asked, "--bs", "96", "--json").out)
+    assert (document["missing"], document["cases"][0]["rule"]) == (1, "neighbour")
+
+
+def test_two_files_are_compared_like_diff(tune, tmp_path):
+    for name, block in (("a", 256), ("b", 512)):
+        content = {"schema": store.SCHEMA, "entries": [{"key": asdict(KEY), "config": {**CONFIG, "block": block}}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert tune("--diff", "a.json", "a.json").code == 0
+    differ = tune("--diff", "a.json", "b.json")
+    assert differ.code == 1
+    assert "block=256" in differ.out and "block=512" in differ.out
+    (row,) = json.loads(tune("--diff", "a.json", "b.json", "--json").out)["differ"]
+    assert (row["a"]["block"], row["b"]["block"]) == (256, 512)
+
+
+def test_the_context_mix_can_come_from_a_recorded_run(tune, tmp_path):
+    made_up_runs.write_run(tmp_path / "run", [made_up_runs.case(context=c) for c in ("512", "8192")], steps=2)
+    asked = ("--assert-hit", "--gpu", "NVIDIA H200", "--backend", "trtllm_mha", "--no-swa", "--bs", "64", "--json")
+    (case,) = json.loads(tune(*asked, "--context-mix", "run").out)["cases"]
+    assert case["context"] == "512+8192"
+    made_up_runs.write_run(tmp_path / "mixed", [made_up_runs.case(context=c) for c in ("512", "uniform:1:99")], steps=2)
+    refused = tune(*asked, "--context-mix", "mixed")
+    assert refused.code == 2
+    assert "several mixes (512, uniform:1:99)" in refused.err
+
+
+def test_a_run_on_a_cpu_goes_on_where_it_was_cut_off(tune, tmp_path):
+    asked = (
+        "--device", "cpu", "--backend", "trtllm_mla", "--bs", "1", "--max-context", "1024", "--page-size", "4",
+        "--out", "log.csv",
+    )  # fmt: skip
+    assert tune(*asked).code == 2
+    whole = (tmp_path / "log.csv").read_bytes()
+    rows = whole.split(b"\r\n")
+    (tmp_path / "log.csv").write_bytes(b"\r\n".join(rows[:4]) + rows[4][:30])
+    assert tune(*asked, "--resume").code == 2
+    assert (tmp_path / "log.csv").read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--search", "randm"), "Did you mean 'random'?"),
         (("--target", "sm_90"), "--target goes with --static"),
+        (("--gpu", "NVIDIA H200"), "--gpu goes with --assert-hit"),
+        (("--device", "cpu", "--resume"), "--resume goes with --out"),
+        (("--device", "cpu", "--against-autotune"), "nothing is stored"),
+        (("--device", "cpu", "--backend", "dsa"), "unknown tunable backend 'dsa'"),
+        (("--diff", "a.json", "b.json"), "a.json is not there"),
         (("--static", "--target", "h200"), "unknown target 'h200'"),
         (("--static", "--target", "sm_90", "--bs", "x"), "--bs: 'x' is not a whole number"),
         (("--static", "--target", "sm_90", "--context-mix", "loguniform:1:999999"), "lengths must be within 1..131072"),
