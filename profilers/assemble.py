@@ -36,6 +36,7 @@ def _unmarked(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Samp
             continue
         for rank, times in arms.items():
             yield from _rank_samples(case, name, rank, times)
+            yield from _gpu_samples(case, name, rank, times)
         yield from _across(case, name, [ranks[r] for r in sorted(ranks)])
         for rank, found in ranks.items():
             for step, value in enumerate(found.exchange_us):
@@ -66,6 +67,18 @@ def _rank_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[
         yield Sample(arm, rank, step, "launch_end_us", float(value))
     for step, (end, lag) in enumerate(zip(times.end_us, times.lag_us, strict=True)):
         yield Sample(arm, rank, step, "step_host_us", float(end - lag))
+
+
+def _gpu_samples(case: Case, arm: str, rank: int, times: ArmTimes) -> Iterator[Sample]:
+    """Clock of the device at the ends of the steps at which it was asked, with what held it down as the cause."""
+    told = [(step, s) for step, s in enumerate(times.gpu) if s is not None and s.sm_clock_mhz is not None]
+    for step, state in told:
+        yield Sample(arm, rank, step, "sm_clock_mhz", state.sm_clock_mhz, cause="+".join(state.throttles))
+    if not told and rank == 0:
+        status, why = (
+            ("no_device", "") if case.device == "cpu" else ("unsupported", "NVML does not tell: see the gpu extra")
+        )
+        yield Sample(arm, rank, -1, "sm_clock_mhz", None, status, why)
 
 
 def _across(case: Case, arm: str, ranks: list[RankMeasurement]) -> Iterator[Sample]:

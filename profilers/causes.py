@@ -1,4 +1,4 @@
-"""Why was that step slow: what the operating system and the interpreter did to a thread during each step.
+"""Why was that step slow: what the system, the interpreter and the GPU's governor did during each step.
 
 Counters are read right before and right after a step, outside the timed window. A slow step is given the events of
 which it saw more than a usual step of its kind did; that is a suspicion with evidence, and where there is none the
@@ -12,8 +12,15 @@ import ctypes
 import gc
 import resource
 from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from .environment import node_of_core
+
+if TYPE_CHECKING:
+    from .gpu_state import GpuState, GpuWatch
 
 CAUSES = (
     "involuntary_switch",  # another thread got the core
@@ -22,7 +29,13 @@ CAUSES = (
     "major_fault",  # waited for storage
     "minor_fault",
     "gc",
+    "numa_move",  # ended on a core of another memory node
 )
+GPU_CAUSES = (
+    "gpu_throttle",  # power or heat held the clocks down
+    "gpu_clock",  # the clock was well below its usual
+)
+LOW_CLOCK = 0.95
 
 UNKNOWN = "unknown"
 
@@ -50,9 +63,14 @@ class StepCauses:
         counts = causes.counts()
 
     A mark costs about 0.7 us, half of it in getrusage. Migrations that were undone within the step go unseen.
+
+    Args:
+        gpu: where the state of the GPU is to be read too; then call `read_gpu` once a step, outside everything timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: GpuWatch | None = None) -> None:
+        self._gpu = gpu
+        self._states: list[tuple[GpuState, bool]] = []
         self._marks: list[tuple[resource.struct_rusage, int, int]] = []
         self._gc_runs = 0
         self._usage = resource.getrusage
@@ -70,8 +88,33 @@ class StepCauses:
         """Read the counters; call alternately right before and right after a step."""
         self._marks.append((self._usage(_WHO), self._core(), self._gc_runs))
 
+    def read_gpu(self) -> None:
+        """Take down clock and throttling after a step; nothing without a GPU to watch."""
+        if self._gpu is not None:
+            self._states.append(self._gpu.read())
+
+    def gpu_states(self) -> list[GpuState | None]:
+        """By step, what the GPU was asked at its end; None where it was not asked. Empty without a GPU to watch."""
+        return [state if fresh else None for state, fresh in self._states]
+
     def counts(self) -> dict[str, np.ndarray]:
-        """Events per step by cause, each [steps] int64. A step that was not finished is left out."""
+        """Events per step by cause, each [steps] int64. A step that was not finished is left out.
+
+        Causes of the GPU are there where it was read, as 0 or 1.
+        """
+        return self._of_thread() | self._of_gpu()
+
+    def _of_gpu(self) -> dict[str, np.ndarray]:
+        if not self._states:
+            return {}
+        clocks = np.array([np.nan if s.sm_clock_mhz is None else s.sm_clock_mhz for s, _ in self._states])
+        usual = np.nanmedian(clocks) if np.isfinite(clocks).any() else np.nan
+        low = clocks < LOW_CLOCK * usual  # a clock that is not told is not low
+        throttled = [bool(state.throttles) for state, _ in self._states]
+        return dict(zip(GPU_CAUSES, (np.array(throttled, dtype=np.int64), low.astype(np.int64)), strict=True))
+
+    def _of_thread(self) -> dict[str, np.ndarray]:
+        node_of = cached_nodes()
         pairs = list(zip(self._marks[0::2], self._marks[1::2], strict=False))
         steps = [
             (
@@ -81,6 +124,7 @@ class StepCauses:
                 after.ru_majflt - before.ru_majflt,
                 after.ru_minflt - before.ru_minflt,
                 gc_after - gc_before,
+                int(node_of.get(core_after) != node_of.get(core_before)),
             )
             for (before, core_before, gc_before), (after, core_after, gc_after) in pairs
         ]
@@ -89,6 +133,12 @@ class StepCauses:
 
     def _count_gc(self, phase: str, info: dict) -> None:
         self._gc_runs += phase == "start"
+
+
+@cache
+def cached_nodes() -> dict[int, int]:
+    """Logical core -> memory node; empty where Linux does not say, so that nothing counts as a move."""
+    return node_of_core()
 
 
 def slow_steps(values_us: np.ndarray) -> np.ndarray:

@@ -196,8 +196,12 @@ def physical_cores(cores: Sequence[int], root: Path = Path("/sys/devices/system/
 
 def numa_nodes(cores: Sequence[int], root: Path = Path("/sys/devices/system/node")) -> list[int]:
     """Memory nodes that these logical cores belong to; empty where Linux does not say."""
-    nodes = {int(path.name[4:]): _cpu_list(_read(path / "cpulist")) for path in root.glob("node[0-9]*")}
-    return sorted(node for node, members in nodes.items() if members & set(cores))
+    return sorted({node for core, node in node_of_core(root).items() if core in cores})
+
+
+def node_of_core(root: Path = Path("/sys/devices/system/node")) -> dict[int, int]:
+    """Logical core -> memory node; empty where Linux does not say."""
+    return {core: int(path.name[4:]) for path in root.glob("node[0-9]*") for core in _cpu_list(_read(path / "cpulist"))}
 
 
 def _cpu_list(text: str) -> set[int]:

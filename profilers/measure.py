@@ -38,6 +38,7 @@ from .clock import monotonic_ns
 from .counters import count
 from .environment import attached_tracer
 from .exchange import FirstAllReduce, no_skew_us
+from .gpu_state import GpuState, GpuWatch, watch_gpu
 from .graphs import CaptureError, GraphFactory, RecordedGraph
 from .inject import INJECTED, Injection
 from .nvtx_ranges import StepRanges
@@ -88,7 +89,8 @@ class ArmTimes:
     says why, and the arrays are empty. `prep_is_real`: no part of the rebuild was interpreted or replayed by the CPU
     stand-ins of kernels and graphs, whose times mean nothing. `wait_us`: in the first all-reduce, by the clock of the
     device; empty where ranks share one. `injected_us`: delay added, NaN at steps that delayed another rank. `alone_us`:
-    host time of whole steps while the other ranks rest, where ranks share a device.
+    host time of whole steps while the other ranks rest, where ranks share a device. `gpu`: state of the device at the
+    end of a step, None where it was not asked; empty on ranks that do not watch it.
     """
 
     status: str = "ok"
@@ -103,6 +105,7 @@ class ArmTimes:
     wait_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
     injected_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
     alone_us: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    gpu: tuple[GpuState | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +241,10 @@ class CaseBench:
         device: torch.device,
         factory: GraphFactory,
         exchange: FirstAllReduce | None = None,
+        gpu: GpuWatch | None = None,
     ) -> None:
         self.case, self.settings, self.device, self.exchange = case, settings, device, exchange
+        self.gpu = gpu
         self.shape = batch_shape(case)
         self.pools = case_pools(case, device)
         self.batches = [upload(live, device) for live in case_batches(case, self.pools)]
@@ -427,7 +432,7 @@ class _StepTimer:
 
     def __init__(self, bench: CaseBench, built: BuiltArm, context: RankContext) -> None:
         case = bench.case
-        self.causes = StepCauses()
+        self.causes = StepCauses(bench.gpu)
         self.waits_us = np.zeros(0)
         self._rank, self._size, self._injection = context.rank, context.size, bench.settings.injection
         self._injected: list[float | None] = []
@@ -461,6 +466,7 @@ class _StepTimer:
         ranges.pop()
         self.causes.mark()
         self._bench.drain()
+        self.causes.read_gpu()
         self._marks.append((deadline, started, before, prepared, launching, launched))
         self._injected.append(delay_us)
 
@@ -477,6 +483,7 @@ class _StepTimer:
             causes_launch=tuple(attribute(launch, counts)),
             wait_us=self.waits_us[warmup:],
             injected_us=np.array(self._injected[warmup:], dtype=np.float64) if self._injection else np.zeros(0),
+            gpu=tuple(self.causes.gpu_states()[warmup:]),
         )
 
 
@@ -502,9 +509,12 @@ def measure_cases(
             context.announce("the exchange without skew")
             exchange = context.new_exchange(settings.launches)
             exchange_us = no_skew_us(exchange, factory, context.barrier.wait)
+        gpu = None
+        if where.type == "cuda" and (context.rank == 0 or context.device):  # one watch a device
+            gpu = stack.enter_context(watch_gpu(where.index or 0))
         for index, case in cases:
             context.announce(case.title)
-            found = _measure(context, index, case, settings, where, factory, exchange)
+            found = _measure(context, index, case, settings, where, factory, exchange, gpu)
             context.report(replace(found, host=context.host, exchange_us=exchange_us))
 
 
@@ -516,8 +526,9 @@ def _measure(
     device: torch.device,
     factory: GraphFactory,
     exchange: FirstAllReduce | None,
+    gpu: GpuWatch | None,
 ) -> RankMeasurement:
-    bench = CaseBench(case, settings, device, factory, exchange)
+    bench = CaseBench(case, settings, device, factory, exchange, gpu)
     leads = context.rank == 0
     replays = leads or (exchange is not None and exchange.lockstep)
     once: list[Sample] = []

@@ -26,6 +26,7 @@ UNITS: dict[str, str] = {
     "first_wait_us": "us",
     "exchange_us": "us",  # the first all-reduce when nobody is late
     "injected_us": "us",
+    "sm_clock_mhz": "MHz",  # at the ends of some steps; its cause says what held clocks down
     "bit_equal": "bool",
 }
 """Metric -> unit, for ever."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from attn_graph.profilers.assemble import samples_of
 from attn_graph.profilers.environment import attached_tracer
+from attn_graph.profilers.gpu_state import GpuState
 from attn_graph.profilers.measure import ArmTimes, RankMeasurement
 from attn_graph.profilers.sample import PREDICTED, Case
 
@@ -65,3 +66,20 @@ def test_numbers_taken_under_a_tracer_carry_its_name():
     assert {s.observer for s in samples_of(CASE, measured(seen([1], [2]), seen([1], [2]), observer="cuda"))} == {"cuda"}
     assert attached_tracer({"CUDA_INJECTION64_PATH": "/x.so"}) == "cuda"
     assert attached_tracer({}) in ("none", "nvtx")
+
+
+def test_the_clock_stands_at_the_steps_that_asked_for_it_with_what_holds_it_down():
+    states = (GpuState(1980.0), None, GpuState(1200.0, ("power cap", "thermal (software)")))
+    watched = seen([1, 1, 1], [11, 11, 11], gpu=states)
+    found = list(samples_of(CASE, measured(watched, seen([1, 1, 1], [9, 9, 9]))))
+    clocks = [(s.rank, s.step, s.value, s.cause) for s in found if s.metric == "sm_clock_mhz"]
+    assert clocks == [(0, 0, 1980.0, ""), (0, 2, 1200.0, "power cap+thermal (software)")]
+
+
+def test_a_clock_that_nobody_tells_is_blank_with_the_reason():
+    def blanks(case):
+        found = samples_of(case, measured(seen([1], [11], gpu=(GpuState(None),)), seen([1], [9])))
+        return [(s.rank, s.value, s.status) for s in found if s.metric == "sm_clock_mhz"]
+
+    assert blanks(CASE) == [(0, None, "unsupported")]
+    assert blanks(replace(CASE, device="cpu")) == [(0, None, "no_device")]

@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 from attn_graph.profilers.causes import CAUSES, UNKNOWN, StepCauses, attribute, frozen_gc, slow_steps
+from attn_graph.profilers.clock import FakeClock
+from attn_graph.profilers.gpu_state import EVERY_NS, GpuState, GpuWatch
 
 
 def counts_of(*steps: Callable[[], object]) -> dict[str, list[int]]:
@@ -74,7 +76,7 @@ def test_a_rival_on_the_same_core_shows_as_involuntary_switches():
     rival = multiprocessing.get_context("spawn").Process(target=spin, args=(core, 30.0))
     rival.start()
     try:
-        while psutil.Process(rival.pid).cpu_affinity() != [core]:
+        while rival.is_alive() and psutil.Process(rival.pid).cpu_affinity() != [core]:
             time.sleep(0.02)
         switches = counts_of(lambda: spin(core, 0.2))["involuntary_switch"]
     finally:
@@ -211,3 +213,48 @@ def test_a_collector_that_was_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+# --- the GPU ----------------------------------------------------------------------------------------------------
+
+
+def watched(states: list[GpuState], ticks_ns: int = EVERY_NS) -> StepCauses:
+    clock, answers = FakeClock(), iter(states)
+    causes = StepCauses(GpuWatch(lambda: next(answers), clock))
+    with causes:
+        for _ in range(len(states) * EVERY_NS // ticks_ns):
+            causes.mark()
+            causes.mark()
+            causes.read_gpu()
+            clock.advance(ticks_ns)
+    return causes
+
+
+def test_a_throttled_step_and_a_low_clock_are_told_apart():
+    usual, hot, low = GpuState(1980.0), GpuState(1970.0, ("power cap",)), GpuState(900.0)
+    counts = watched([usual, usual, hot, usual, low]).counts()
+    assert counts["gpu_throttle"].tolist() == [0, 0, 1, 0, 0]
+    assert counts["gpu_clock"].tolist() == [0, 0, 0, 0, 1]
+
+
+def test_the_gpu_is_asked_now_and_then_and_its_last_answer_holds():
+    causes = watched([GpuState(1980.0), GpuState(1980.0, ("power cap",))], ticks_ns=EVERY_NS // 4)
+    assert causes.counts()["gpu_throttle"].tolist() == [0] * 4 + [1] * 4
+    assert [step for step, state in enumerate(causes.gpu_states()) if state is not None] == [0, 4]
+
+
+def test_a_gpu_that_does_not_tell_its_clock_is_never_low():
+    counts = watched([GpuState(None)] * 3).counts()
+    assert counts["gpu_clock"].tolist() == [0, 0, 0]
+
+
+def test_without_a_gpu_there_are_no_causes_of_one():
+    assert set(counts_of(nothing)) == set(CAUSES)
+
+
+def test_ending_on_a_core_of_another_node_is_a_move_and_on_the_same_node_is_none(monkeypatch):
+    core = iter([0, 1, 1, 2])
+    monkeypatch.setattr("attn_graph.profilers.causes.cached_nodes", lambda: {0: 0, 1: 0, 2: 1})
+    monkeypatch.setattr("attn_graph.profilers.causes._core_reader", lambda: lambda: next(core))
+    found = counts_of(nothing, nothing)
+    assert (found["migration"], found["numa_move"]) == ([1, 1], [0, 1])
