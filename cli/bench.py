@@ -128,7 +128,7 @@ def bench(
         swa=swa if observer is None or swa is not None else True,
         topk=topk,
         draft_tokens=draft_tokens,
-        tp=tp or str(place.size if place else tour.ranks if observer is None else 1),
+        tp=tp or str(ranks_of.usual_ranks(place, where, tour.ranks) if observer is None else 1),
         graph_nodes=graph_nodes,
         graph_branches=graph_branches,
         allreduce_at=allreduce_at,

@@ -55,7 +55,11 @@ DraftTokens = Annotated[
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option("--tp", help="Simulated tensor-parallel ranks, comma list: processes with cores of their own."),
+    typer.Option(
+        "--tp",
+        help="Tensor-parallel ranks, comma list: one GPU each where there are enough, else simulated: processes with "
+        "cores of their own that share a device.",
+    ),
 ]
 GraphNodes = Annotated[
     str,

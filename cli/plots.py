@@ -620,7 +620,12 @@ def _shared_gpu(tables: RunTables) -> str:
     ranks = tables.summary.loc[tables.summary["device"] != "cpu", "tp"].max()
     if not gpus or not ranks > gpus:
         return ""
-    return f"Up to {ranks} ranks take turns on {_count(gpus, 'GPU')}, so skews are larger than with a GPU each."
+    steps = tables.summary[(tables.summary["status"] == "ok") & (tables.summary["tp"] == ranks)]
+    beside, alone = (steps.loc[steps["metric"] == name, "p50"] for name in ("step_host_us", "step_alone_us"))
+    cost = ""
+    if len(alone) and alone.median() > 0:
+        cost = f" A step takes {number(beside.median() / alone.median())} times as long as with one rank at work."
+    return f"Up to {ranks} ranks take turns on {_count(gpus, 'GPU')}, so skews are larger than with a GPU each.{cost}"
 
 
 def _colour(arm: str) -> str:

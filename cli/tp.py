@@ -34,6 +34,9 @@ def needs_launch(place: Place | None, ranks: int, device: Device, allreduce: str
     """
     if allreduce not in ALLREDUCES:
         raise CliError(f"--allreduce {allreduce}: give one of {', '.join(ALLREDUCES)}")
+    if allreduce in (("gloo",) if device.is_cuda else ("symm", "nccl")):
+        kind = "symm or nccl" if device.is_cuda else "gloo"
+        raise CliError(f"--allreduce {allreduce} does not run on {device.kind}. Use {kind}, or auto")
     if place is not None:
         if ranks > place.size:
             raise CliError(f"--tp {ranks}: torchrun started {place.size} ranks. Start more, or lower --tp")
@@ -43,17 +46,26 @@ def needs_launch(place: Place | None, ranks: int, device: Device, allreduce: str
     if allreduce == "none" or ranks < 2:
         return False
     if not device.is_cuda:
-        if allreduce not in ("auto", "gloo"):
-            raise CliError(f"--allreduce {allreduce} needs GPUs. Use gloo, or auto for simulated ranks")
         return allreduce == "gloo"
-    import torch
-
-    there = torch.cuda.device_count()
+    there = _gpus()
     if there >= ranks:
         return True
     if allreduce != "auto":
         raise CliError(f"--allreduce {allreduce}: {ranks} ranks need a GPU each, and there are {there}. Lower --tp")
     return False
+
+
+def usual_ranks(place: Place | None, device: Device, simulated: int) -> int:
+    """How many ranks where nobody said: those that are there, else one a GPU if there are several."""
+    if place is not None:
+        return place.size
+    return max(_gpus(), 1) if device.is_cuda and _gpus() > 1 else simulated
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def launch(ranks: int, folder: Path) -> ExitCode:

@@ -142,6 +142,9 @@ class Team:
         leave_note(self.place.rank, self._case, failure)
         if failure.echo or failure.blames not in (None, self.place.rank):
             time.sleep(_ECHO_S)
+        if self._kind == "cpu":  # gloo's threads may abort a process that ends around them; NCCL's may wait for peers
+            with suppress(Exception):
+                dist.destroy_process_group()
         if os.environ.get(NOTES):  # the launcher says it, once for all ranks
             raise SystemExit(1) from error
         who = self.place.rank if failure.blames is None else failure.blames

@@ -260,7 +260,8 @@ def test_an_existing_folder_is_refused_and_left_as_it_was(cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("allreduce", "words"), [("symm", "needs GPUs"), ("nccl", "needs GPUs"), ("ring", "one of auto, symm")]
+    ("allreduce", "words"),
+    [("symm", "does not run on cpu"), ("nccl", "does not run on cpu"), ("ring", "one of auto, symm")],
 )
 def test_an_allreduce_that_this_machine_lacks_is_refused(allreduce, words):
     with pytest.raises(CliError, match=words):
