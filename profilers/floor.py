@@ -188,7 +188,7 @@ def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetad
     k, rows, most = d.programs_per_row, d.rows, decode_metadata.MOST_COLUMNS
     tried = [
         d,
-        replace(d, early=0 if d.early else min(d.block, 128)),
+        replace(d, early=0 if d.early else min(d.block, 64)),
         replace(d, programs_per_row=2 * k, block=max(d.block // 2, 32)),
         replace(d, programs_per_row=2 * k),
         replace(d, programs_per_row=max(k // 2, 1), block=min(2 * d.block, most // rows)),

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import write_swa_slots
+from .device import load_below, write_swa_slots
 from .kv_indices import gather_slots, store_slots
 from .kv_splits import NO_LIMIT, SplitRule, write_splits
 from .launch import PreparedLaunch
@@ -100,12 +100,12 @@ class CsrTables:
 
 
 @triton.jit
-def _kv_lengths(seq_lens, extend_lens, i, mask, offset, HAS_EXTEND: tl.constexpr):
-    """KV tokens of requests i as int32; 0 where masked. Draft extend stores its own tokens apart: they come off."""
-    length = tl.load(seq_lens + i, mask=mask, other=0).to(tl.int32) + offset
+def _kv_lengths(seq_lens, extend_lens, i, n, offset, HAS_EXTEND: tl.constexpr):
+    """KV tokens of requests i as int32; 0 from n >= 1 on. Draft extend stores its own tokens apart: they come off."""
+    length = load_below(seq_lens, i, n).to(tl.int32) + offset
     if HAS_EXTEND:
-        length = tl.maximum(length - tl.load(extend_lens + i, mask=mask, other=0).to(tl.int32), 0)
-    return tl.where(mask, length, 0)
+        length = tl.maximum(length - load_below(extend_lens, i, n).to(tl.int32), 0)
+    return tl.where(i < n, length, 0)
 
 
 # The stride too: with rows known to begin at 16 bytes a lane would load four tokens at once, but lists begin anywhere,
@@ -158,7 +158,7 @@ def _csr_metadata_kernel(
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
         # The first table load goes out before the lengths of the requests ahead are summed up: they take as long.
         pool = tl.load(req_pool_indices + row).to(tl.int64)
-        length = _kv_lengths(seq_lens, extend_lens, row, row < bs, offset, HAS_EXTEND)
+        length = _kv_lengths(seq_lens, extend_lens, row, bs, offset, HAS_EXTEND)
         tokens = req_to_token + pool * req_to_token_stride
         t = first + tl.arange(0, BLOCK)
         slot = tl.load(tokens + t, mask=t < length, other=0)
@@ -167,7 +167,7 @@ def _csr_metadata_kernel(
         window_base = tl.full((), 0, tl.int64)
         for begin in range(0, row, SCAN):
             i = begin + tl.arange(0, SCAN)
-            before = _kv_lengths(seq_lens, extend_lens, i, i < row, offset, HAS_EXTEND)
+            before = _kv_lengths(seq_lens, extend_lens, i, row, offset, HAS_EXTEND)
             base += tl.sum(before, 0)
             if HAS_WINDOW:
                 window_base += tl.sum(tl.minimum(before, window), 0)
@@ -194,7 +194,7 @@ def _prefix_sums(
     for begin in range(0, bs, SCAN):
         i = begin + tl.arange(0, SCAN)
         mask = i < bs
-        lens = _kv_lengths(seq_lens, extend_lens, i, mask, offset, HAS_EXTEND)
+        lens = _kv_lengths(seq_lens, extend_lens, i, bs, offset, HAS_EXTEND)
         tl.store(kv_indptr + 1 + i, total + tl.cumsum(lens, 0), mask=mask)
         total += tl.sum(lens, 0)
         if HAS_WINDOW:

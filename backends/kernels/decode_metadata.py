@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..modes import TailPolicy
-from .device import batch_max, ceil_pages, floor_div, swa_slot, write_swa_slots
+from .device import batch_max, ceil_pages, floor_div, load_below, swa_slot, write_swa_slots
 from .launch import PreparedLaunch, launch
 
 SLOT_BLOCK = 512
@@ -74,8 +74,8 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     cycle, so a full table is done soonest by about sqrt(cells * 2 / 3) programs; more than MOST_PROGRAMS would cost
     short batches more than they can bring long ones. Each takes a wide block rather than many turns, as loads of one
     turn are on their way together; more than four a lane, and the compiler no longer keeps them so. Reading before the
-    lengths are known saves part of a memory round trip, and wastes lines on rows that turn out short: with cold caches
-    many rows cannot afford that.
+    lengths are known saves short rows part of a memory round trip and wastes lines that are not live: few rows can
+    afford it, with cold caches too.
     """
     rows = min(4, _power_of_two_up_to(max(bs // ROW_PROGRAMS, 1)))
     programs = min(MOST_PROGRAMS, math.isqrt(2 * bs * max_seq_pages // 3))
@@ -83,7 +83,7 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     share = -(-max_seq_pages // programs_per_row)
     block = min(max(1 << (share - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS // rows)
     warps = 1 if block * rows <= 64 else 8 if block * rows == MOST_COLUMNS else 4
-    return DecodeMetadataConfig(programs_per_row, block, warps, rows, min(block, 128) if bs <= 16 else 0)
+    return DecodeMetadataConfig(programs_per_row, block, warps, rows, min(block, 64) if bs <= 16 else 0)
 
 
 def _power_of_two_up_to(n: int) -> int:
@@ -129,12 +129,16 @@ def _decode_metadata_kernel(
         rows = part // PROGRAMS_PER_ROW * ROWS + tl.arange(0, ROWS)
         part = part % PROGRAMS_PER_ROW
         real = rows < bs
-        # Pool rows and lengths arrive together; a table load that needs the pool row only need not wait for both.
         pool = tl.load(req_pool_indices + rows, mask=real, other=0).to(tl.int64)
         length = tl.load(seq_lens + rows, mask=real, other=0).to(tl.int32) + seqlen_offset
         tokens = (req_to_token + pool * req_to_token_stride)[:, None]
         pages = (page_table + rows.to(tl.int64) * page_table_stride)[:, None]
         swa_pages = (swa_page_table + rows.to(tl.int64) * swa_page_table_stride)[:, None]
+        if EARLY > 0:
+            # Needs the pool rows only, so it need not wait for the later of two loads.
+            ahead = tl.arange(0, EARLY)[None, :]
+            mine = tl.where(part == 0, max_seq_pages, 0)
+            early = tl.load(tokens + ahead * PAGE_SIZE, mask=real[:, None] & (ahead < mine), other=0)
         live = tl.minimum(ceil_pages(length, PAGE_SIZE), max_seq_pages)
         filled = live
         if TAIL == 1:
@@ -145,20 +149,18 @@ def _decode_metadata_kernel(
         filled = tl.where(real, filled, 0)
         end = tl.max(filled, 0)
 
-        if part == 0:
-            if EARLY > 0:
-                columns = tl.arange(0, EARLY)[None, :]
-                slot = tl.load(tokens + columns * PAGE_SIZE, mask=real[:, None] & (columns < max_seq_pages), other=0)
-                store_pages(pages, swa_pages, swa_mapping, slot, columns, filled[:, None], PAGE_SIZE, HAS_SWA)
-            tl.store(cache_seqlens + rows, length, mask=real)
-        # The first program has had its share of the early columns, so that the last one takes its turn.
+        # The first program has the early columns already, so that the last turn is its.
         turn = (part + PROGRAMS_PER_ROW - 1) % PROGRAMS_PER_ROW if EARLY > 0 else part
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
-        last = tl.maximum(filled - 1, 0)[:, None]  # what lanes past a row read, instead of a mask: see swa_slot
+        last = tl.maximum(filled - 1, 0)[:, None]  # what lanes past a row read, instead of a mask: see load_below
         for start in range(EARLY + turn * BLOCK, end, step):
             columns = start + tl.arange(0, BLOCK)[None, :]
             slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE)
             store_pages(pages, swa_pages, swa_mapping, slot, columns, filled[:, None], PAGE_SIZE, HAS_SWA)
+        if part == 0:
+            if EARLY > 0:  # behind the loop, whose loads would wait for these to arrive
+                store_pages(pages, swa_pages, swa_mapping, early, ahead, filled[:, None], PAGE_SIZE, HAS_SWA)
+            tl.store(cache_seqlens + rows, length, mask=real)
         if TAIL == 2:
             for start in range(part * BLOCK, max_seq_pages, step):
                 columns = start + tl.arange(0, BLOCK)[None, :]
@@ -191,11 +193,11 @@ def prefix_sums(
     for start in range(0, bs, SCAN):
         i = start + tl.arange(0, SCAN)
         mask = i < bs
-        lens = tl.where(mask, tl.load(seq_lens + i, mask=mask, other=0).to(tl.int32) + seqlen_offset, 0)
+        lens = tl.where(mask, load_below(seq_lens, i, bs).to(tl.int32) + seqlen_offset, 0)
         tl.store(cu_seqlens_k + 1 + i, total_k + tl.cumsum(lens, 0), mask=mask)
         total_k += tl.sum(lens, 0)
         if Q_MODE == 1:
-            queries = tl.load(qlens + i, mask=mask, other=0).to(tl.int32)
+            queries = tl.where(mask, load_below(qlens, i, bs).to(tl.int32), 0)
             tl.store(cu_seqlens_q + 1 + i, total_q + tl.cumsum(queries, 0), mask=mask)
             total_q += tl.sum(queries, 0)
         if Q_MODE == 2:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .csr_metadata import CsrConfig
-from .device import write_swa_slots
+from .device import load_below, write_swa_slots
 from .kv_indices import gather_slots, store_slots
 from .launch import PreparedLaunch, launch
 
@@ -65,22 +65,22 @@ class PagedList:
 
 
 @triton.jit
-def _kv_range(seq_lens, aux, i, mask, offset, keep, RANGE: tl.constexpr, OWN_QUERIES: tl.constexpr):
-    """(tokens, first token) of requests i as int32; no tokens where masked."""
-    length = tl.load(seq_lens + i, mask=mask, other=0).to(tl.int32) + offset
+def _kv_range(seq_lens, aux, i, n, offset, keep, RANGE: tl.constexpr, OWN_QUERIES: tl.constexpr):
+    """(tokens, first token) of requests i as int32; no tokens from n >= 1 on."""
+    length = load_below(seq_lens, i, n).to(tl.int32) + offset
     start = length - length
     if RANGE == 1:
         kept = keep
         if OWN_QUERIES:
-            kept += tl.load(aux + i, mask=mask, other=0).to(tl.int32)
+            kept += load_below(aux, i, n).to(tl.int32)
         kept = tl.minimum(length, kept)
         start = length - kept
         length = kept
     if RANGE == 2:
-        start = tl.load(aux + i, mask=mask, other=0).to(tl.int32)
+        start = load_below(aux, i, n).to(tl.int32)
     if RANGE == 3:
-        length = tl.load(aux + i, mask=mask, other=0).to(tl.int32)
-    return tl.where(mask, length, 0), start
+        length = load_below(aux, i, n).to(tl.int32)
+    return tl.where(i < n, length, 0), start
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def prefix_sums(
     for begin in range(0, bs, SCAN):
         i = begin + tl.arange(0, SCAN)
         mask = i < bs
-        length, _ = _kv_range(seq_lens, aux, i, mask, offset, keep, RANGE, OWN_QUERIES)
+        length, _ = _kv_range(seq_lens, aux, i, bs, offset, keep, RANGE, OWN_QUERIES)
         tl.store(kv_indptr + 1 + i, total + tl.cumsum(length, 0), mask=mask)
         total += tl.sum(length, 0)
         if HAS_LENS:
@@ -129,12 +129,12 @@ def _pack_mask(
     bytes_before = tl.full((), 0, tl.int64)
     for begin in range(0, row, SCAN):
         i = begin + tl.arange(0, SCAN)
-        whole, _ = _kv_range(seq_lens, aux, i, i < row, offset, keep, 0, False)
-        length, _ = _kv_range(seq_lens, aux, i, i < row, offset, keep, RANGE, OWN_QUERIES)
+        whole, _ = _kv_range(seq_lens, aux, i, row, offset, keep, 0, False)
+        length, _ = _kv_range(seq_lens, aux, i, row, offset, keep, RANGE, OWN_QUERIES)
         cells_before += tl.sum(whole.to(tl.int64) * queries, 0)
         bytes_before += tl.sum(((length * queries + 7) // 8).to(tl.int64), 0)
-    whole, _ = _kv_range(seq_lens, aux, row, row >= 0, offset, keep, 0, False)
-    length, start = _kv_range(seq_lens, aux, row, row >= 0, offset, keep, RANGE, OWN_QUERIES)
+    whole, _ = _kv_range(seq_lens, aux, row, row + 1, offset, keep, 0, False)
+    length, start = _kv_range(seq_lens, aux, row, row + 1, offset, keep, RANGE, OWN_QUERIES)
     cells = length * queries
     given = n_mask.to(tl.int64)
     if COUNT_MASK:
@@ -222,29 +222,29 @@ def _paged_lists_kernel(
         row = part // PROGRAMS_PER_ROW
         first = (part % PROGRAMS_PER_ROW) * BLOCK
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
-        # The first table load needs only the pool row, so it is issued before the length has arrived. It may read a
-        # column past the request's tokens, never past the table.
+        # The first table load goes out before the lengths of the requests ahead are summed up: they take as long.
         pool = tl.load(req_pool_indices + row).to(tl.int64)
+        whole, _ = _kv_range(seq_lens, aux, row, bs, offset, keep, 0, False)
         tokens = req_to_token + pool * req_to_token_stride
         t = first + tl.arange(0, BLOCK)
         slot = t
         if RANGE == 0 or SECOND == 0:
-            slot = tl.load(tokens + t, mask=t < width, other=0)
-        length, start = _kv_range(seq_lens, aux, row, row < bs, offset, keep, RANGE, OWN_QUERIES)
+            slot = tl.load(tokens + t, mask=t < tl.minimum(whole, width), other=0)
+        length, start = _kv_range(seq_lens, aux, row, bs, offset, keep, RANGE, OWN_QUERIES)
         base = tl.full((), 0, tl.int64)
         second_base = tl.full((), 0, tl.int64)
         for begin in range(0, row, SCAN):
             i = begin + tl.arange(0, SCAN)
-            before, _ = _kv_range(seq_lens, aux, i, i < row, offset, keep, RANGE, OWN_QUERIES)
+            before, _ = _kv_range(seq_lens, aux, i, row, offset, keep, RANGE, OWN_QUERIES)
             base += tl.sum(before, 0)
             if SECOND != -1:
-                before, _ = _kv_range(seq_lens, aux, i, i < row, offset, keep, SECOND, OWN_QUERIES)
+                before, _ = _kv_range(seq_lens, aux, i, row, offset, keep, SECOND, OWN_QUERIES)
                 second_base += tl.sum(before, 0)
         _fill_list(
             tokens, slot, t, kv_indices, base, start, length, first, step, mapping, capacity, RANGE, HAS_MAP, BLOCK
         )
         if SECOND != -1:
-            length, start = _kv_range(seq_lens, aux, row, row < bs, offset, keep, SECOND, OWN_QUERIES)
+            length, start = _kv_range(seq_lens, aux, row, bs, offset, keep, SECOND, OWN_QUERIES)
             _fill_list(
                 tokens, slot, t, second_kv_indices, second_base, start, length, first, step, mapping, second_capacity,
                 SECOND, False, BLOCK,
