@@ -56,6 +56,7 @@ def write_report(run: Path, plots: Sequence[PlotResult]) -> Path:
     import jinja2
 
     from ..profilers.results import ResultsError, read_environment, read_samples, read_summary
+    from ..profilers.slow import slow_rows
     from . import tables
     from .observe import is_observer_run
     from .tables import UNTRACED, arm_rows, case_labels, cases_in
@@ -83,6 +84,7 @@ def write_report(run: Path, plots: Sequence[PlotResult]) -> Path:
         predicted_note=tables.PREDICTED_NOTE if (summary["source"] == "predicted").any() else "",
         plots=plots,
         waits=list(waiting(samples)),
+        slow=list(slow_rows(samples)),
         gaps=list(missing(samples)),
         number=tables.number,
     )
@@ -96,7 +98,10 @@ def write_report(run: Path, plots: Sequence[PlotResult]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRow:
-    """Who waits for whom in one case and arm: how often `rank` was the last, and what it waited itself, in us."""
+    """Who waits for whom in one case and arm: how often `rank` was the last, and what it waited itself, in us.
+
+    `recurring`: this rank is last more often than chance explains; jitter that rotates over the ranks is nobody's.
+    """
 
     case: str
     arm: str
@@ -108,6 +113,7 @@ class WaitingRow:
     p99: float
     sum: float
     aligned: bool
+    recurring: bool
 
 
 def waiting(samples: pd.DataFrame) -> Iterator[WaitingRow]:
@@ -132,7 +138,7 @@ def waiting(samples: pd.DataFrame) -> Iterator[WaitingRow]:
                     own = found.rank_waits[i]
                     yield WaitingRow(
                         case.title, arm, source, int(rank), found.last[i], found.cost.n,
-                        own.p50, own.p99, own.sum, found.one_clock,
+                        own.p50, own.p99, own.sum, found.one_clock, found.recurring and i == found.late_rank,
                     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..profilers.slow import SlowRow
     from .compare import PairedComparison
     from .saved import SavedComparisons
 
@@ -99,6 +100,34 @@ def print_summary(summary: pd.DataFrame, console: Console | None = None) -> None
         console.print(case_table(arm_rows(rows), labels[case.key]), "")
     if (summary["source"] == PREDICTED).any():
         console.print(PREDICTED_NOTE, style="dim", highlight=False)
+
+
+MOST_SLOW_LINES = 8
+
+
+def print_slow(rows: Sequence[SlowRow]) -> None:
+    """Print what slowed steps, the costliest first; nothing where no step was slow."""
+    from ..profilers.slow import ALL
+
+    slow = sorted((row for row in rows if row.cause != ALL), key=lambda row: -row.excess_us)
+    if not slow:
+        return
+    table = plain_table("")
+    for heading, side in (
+        ("slow because of", "left"), ("steps", "right"), ("us p50", "right"), ("us sum", "right"),
+        ("beyond the\nmedian, us", "right"), ("arm", "left"), ("metric", "left"), ("case", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=side, overflow="fold")
+    for row in slow[:MOST_SLOW_LINES]:
+        table.add_row(
+            row.cause, number(row.steps), number(row.p50_us), number(row.sum_us), number(row.excess_us), row.arm,
+            row.metric.removesuffix("_us"), row.case,
+        )  # fmt: skip
+    left_out = len(slow) - MOST_SLOW_LINES
+    console = new_console()
+    console.print(table)
+    if left_out > 0:
+        console.print(f"{left_out} more in slow.csv", style="dim", highlight=False)
 
 
 def new_console() -> Console:

@@ -46,3 +46,39 @@ def test_waits_have_their_sum_and_say_whether_they_were_predicted(tmp_path):
     assert (row.metric, row.source, row.sum_us) == ("first_wait_us", PREDICTED, 12_000.0)
     saved = pd.read_csv(run / SLOW)
     assert saved["sum_us"].tolist() == [12_000.0] and saved["cause"].tolist() == [ALL]
+
+
+def test_the_terminal_names_the_costliest_causes_and_the_page_all_of_them(tmp_path, capsys):
+    from attn_graph.cli.plots import save_plots
+    from attn_graph.cli.report import write_report
+    from attn_graph.cli.tables import print_slow
+
+    run = run_of(tmp_path, [*[(100.0, "")] * 16, *((200.0 + i, f"cause{i}") for i in range(10))])
+    rows = write_slow(run)
+    print_slow(rows)
+    printed = capsys.readouterr().out
+    assert "cause9" in printed and "cause2" in printed and "cause1 " not in printed and "2 more in slow.csv" in printed
+    page = write_report(run, save_plots(run)).read_text()
+    assert all(f'<td class="text">cause{i}</td>' in page for i in range(10))
+    print_slow([row for row in rows if row.cause == ALL])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rank_that_is_always_late_recurs_and_rotating_jitter_does_not(tmp_path):
+    from attn_graph.cli.report import waiting
+
+    def late(rank_of_step):
+        for step in range(60):
+            ends = [100.0, 100.0, 100.0]
+            ends[rank_of_step(step)] = 150.0
+            for rank, end in enumerate(ends):
+                yield Sample("aten-eager", rank, step, "launch_end_us", end)
+                yield Sample("aten-eager", rank, step, "first_wait_us", max(ends) - end, source=PREDICTED)
+
+    def recurring(name, rank_of_step):
+        with RunWriter(tmp_path / name, made_up.environment()) as writer:
+            writer.write_case(made_up.case(tp=3), late(rank_of_step))
+        return [row.rank for row in waiting(read_samples(tmp_path / name)) if row.recurring]
+
+    assert recurring("always", lambda step: 1 if step % 2 else step % 3) == [1]
+    assert recurring("rotates", lambda step: step % 3) == []
