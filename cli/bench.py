@@ -12,6 +12,7 @@ from . import options
 from .errors import CliError, ExitCode
 
 if TYPE_CHECKING:
+    from ..profilers.slow import SlowRow
     from .run import Outcome
 
 
@@ -105,6 +106,7 @@ def bench(
     """
     from ..profilers.devices import resolve, use_interpreter
     from ..profilers.launcher import leave_outcome
+    from ..profilers.slow import write_slow
     from ..profilers.waits import write_waits
     from . import plan
     from . import tp as ranks_of
@@ -170,6 +172,7 @@ def bench(
     if place and place.rank:
         return outcome.exit_code
     write_waits(folder, counts)
+    slow = write_slow(folder)
     if timeline:
         outcome = replace(outcome, notes=(*outcome.notes, _draw_timeline(folder)))
     if plots:
@@ -177,7 +180,7 @@ def bench(
         from .report import write_report
 
         write_report(folder, save_plots(folder))
-    return ExitCode(leave_outcome(_show(folder, outcome, as_json)))
+    return ExitCode(leave_outcome(_show(folder, outcome, slow, as_json)))
 
 
 def _draw_timeline(folder: Path) -> str:
@@ -186,10 +189,10 @@ def _draw_timeline(folder: Path) -> str:
     return f"Timeline: {folder / TIMELINE}, for ui.perfetto.dev. {save_timeline(folder).note}"
 
 
-def _show(folder: Path, outcome: Outcome, as_json: bool) -> ExitCode:
+def _show(folder: Path, outcome: Outcome, slow: list[SlowRow], as_json: bool) -> ExitCode:
     """Print the summary; say what went wrong last. An arm that is not bit-equal is something found wrong."""
     from ..profilers.results import read_summary
-    from .tables import print_summary
+    from .tables import print_slow, print_summary
 
     summary = read_summary(folder)
     equal = summary[(summary["metric"] == "bit_equal") & (summary["status"] == "ok")]
@@ -199,6 +202,7 @@ def _show(folder: Path, outcome: Outcome, as_json: bool) -> ExitCode:
     else:
         if len(summary):
             print_summary(summary)
+            print_slow(slow)
         for line in outcome.notes:
             typer.echo(line)
         typer.echo(f"Results: {folder}")
