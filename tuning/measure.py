@@ -9,13 +9,14 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..backends.base import AttentionBackend, tensors_of
-from ..backends.batch import ForwardBatch, context_lengths, edge_lengths, live_batch, parse_context
+from ..backends.batch import ForwardBatch, Pools, context_lengths, edge_lengths, live_batch, parse_context
 from ..backends.modes import Implementation, Placement
 from ..backends.oracle import Expected
 from ..backends.registry import lookup
@@ -32,10 +33,12 @@ DRAWS = 8
 """Batches that are drawn from the length mix; a sample is the mean over them."""
 HOT_COUNTS = (5 * DRAWS, 15 * DRAWS)
 COLD_COUNTS = (2 * DRAWS, 6 * DRAWS)
-ROUGH_REPEATS = 5
+ROUGH_REPEATS = 4
 FINAL_REPEATS = 20
 COLD_REPEATS = 12
 """A flush before each rebuild makes these the most expensive samples; they only guard."""
+MOST_POOLS = 8
+"""Tables that are kept, of the last shapes: each up to some hundred megabytes."""
 CALLS_AGAIN = 9
 """Rebuilds after the first that must leave the same values."""
 
@@ -56,6 +59,7 @@ class CaseMeasurer:
         device: where. Values are checked on any.
         backend: class to build instead of the registered one.
         timer: what times; None on a GPU makes one for each candidate, elsewhere nothing is timed.
+        pools: the engine's tables of the case, to share them; None makes them.
     """
 
     def __init__(
@@ -64,11 +68,12 @@ class CaseMeasurer:
         device: torch.device | str,
         backend: type[AttentionBackend] | None = None,
         timer: Timer | None = None,
+        pools: Pools | None = None,
     ) -> None:
         self._case, self._device, self._timer = replace(case, bs=case.bucket), torch.device(device), timer
         self._times = timer is not None or self._device.type == "cuda"
         self._class = backend or lookup(case.backend).load()
-        self._pools = case_pools(self._case, self._device)
+        self._pools = pools or case_pools(self._case, self._device)
         batches = _Batches(self._case, self._class, self._pools)
         self._checks = batches.checks
         self._timed = batches.draws
@@ -301,14 +306,17 @@ class DeviceBench:
         self._device = torch.device(device)
         self._measurer: CaseMeasurer | None = None
         self._timer: GpuTimer | None = None
+        self._pools = lru_cache(MOST_POOLS)(lambda case: case_pools(case, self._device))
         torch.set_num_threads(1)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # Triton launches on the current device, not on its arguments'
             self._timer = GpuTimer(self._device)
 
     def prepare(self, case: Case) -> None:
-        self._measurer = None  # its tables first, then room for the next
-        self._measurer = CaseMeasurer(case, self._device, timer=self._timer)
+        self._measurer = None  # its buffers first, then room for the next
+        # Large tables take seconds to make, and every kernel is tuned on the same ones: a measurer restores them.
+        pools = self._pools(replace(case, backend="", context="", bs=0))
+        self._measurer = CaseMeasurer(case, self._device, timer=self._timer, pools=pools)
 
     def rough(self, candidate: Candidate) -> Outcome:
         return self._measurer.rough(candidate)

@@ -25,7 +25,7 @@ from .space import Candidate, candidates, key_of
 from .static import Compiled, Compilers, Target
 from .tuner import Search, Tuned, tune
 
-COMPILE_SHARE = 0.5
+COMPILE_SHARE = 0.3
 """Of a case's time budget, for waiting until its candidates are compiled."""
 START_SHARE = 0.3
 """Of the whole budget, for the processes to start and the first case to be compiled."""

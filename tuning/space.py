@@ -66,17 +66,17 @@ PAGES = Space(
         "block": (64, 128, 256, 512, 1024),
         "num_warps": (1, 2, 4, 8),
         "rows": (1, 2, 4),
-        "early": (0, 128),
+        "early": (0, 64),
     },
     cells_per_lane=(1, 4),  # measured winners have 1, 2 or 4
 )
 LISTS = Space(
     {
-        "programs_per_row": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "programs_per_row": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
         "block": (256, 512, 1024, 2048),
         "num_warps": (2, 4, 8),
     },
-    cells_per_lane=(4, 16),  # 12 bytes a token: bound by memory, so many loads on their way at a time
+    cells_per_lane=(2, 16),  # 12 bytes a token: bound by memory, so many loads on their way at a time
 )
 ROW_AT_A_TIME = Space({name: PAGES.values[name] for name in ("programs_per_row", "block", "num_warps")}, (1, 4))
 SPACES: dict[str, Space] = {

@@ -52,6 +52,6 @@ def _most_promising(untried: Sequence[Candidate], times: dict[Candidate, float |
         return untried[0]
     heights = [math.log(us or UNUSABLE * max(known)) for us in times.values()]
     axes = np.array([[math.log2(1 + value) for _, value in c.values] for c in (*times, *untried)])
-    axes /= np.maximum(axes.std(axis=0), 1e-9)  # a switch between 0 and 128 is one step, not seven
+    axes /= np.maximum(axes.std(axis=0), 1e-9)  # a switch between 0 and 64 is one step, not six
     model = RBFInterpolator(axes[: len(times)], heights, kernel="linear", degree=0)
     return untried[int(np.argmin(model(axes[len(times) :])))]

@@ -20,10 +20,11 @@ SEARCHES: dict[str, Search] = {
     "surrogate": surrogate.search,
 }
 
-MOST_FINALISTS = 4
+MOST_FINALISTS, MOST_IN_A_HURRY = 4, 2
+"""Beside the default; the second with a time budget."""
 FINALIST_WITHIN = 1.10
 """Rough times are taken minutes apart: what is this close to the fastest may be the fastest."""
-ROUGH_SHARE = 0.75
+ROUGH_SHARE = 0.6
 """Of a time budget; the finals take the rest."""
 
 
@@ -81,17 +82,17 @@ def tune(
             known[candidate] = Outcome(candidate, NOT_TRIED, *left)
             listen(known[candidate])
     outcomes = tuple(known[candidate] for candidate in space)
-    finalists = _finalists(outcomes, default)
+    finalists = _finalists(outcomes, default, MOST_FINALISTS if budget_s == math.inf else MOST_IN_A_HURRY)
     if not finalists:
         return Tuned(outcomes)
     finals = measurer.finals(finalists) if len(finalists) > 1 else Finals({})
     return _decided(outcomes, finalists, default, finals)
 
 
-def _finalists(outcomes: Sequence[Outcome], default: Candidate) -> list[Candidate]:
+def _finalists(outcomes: Sequence[Outcome], default: Candidate, most: int) -> list[Candidate]:
     """The fastest in the rough pass, and the default, in the space's order."""
     usable = [o for o in outcomes if o.status == OK and o.samples_us]
-    ranked = sorted(usable, key=lambda o: o.median_us)[:MOST_FINALISTS]
+    ranked = sorted(usable, key=lambda o: o.median_us)[:most]
     near = {o.candidate for o in ranked if o.median_us <= FINALIST_WITHIN * ranked[0].median_us}
     return [o.candidate for o in usable if o.candidate in near or o.candidate == default]
 
