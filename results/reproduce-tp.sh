@@ -7,7 +7,7 @@
 set -euo pipefail
 out=${1:?folder for the results} ranks=${2:?how many GPUs}
 AG=${ATTN_GRAPH:-attn-graph} STEPS=${STEPS:-600}
-case="--backend trtllm_mha --mode decode --swa --bs 64 --context 8192"
+case="--backend trtllm_mha --mode decode --swa --bs 64 --context 8192 --max-context 131072"
 arms="--arm aten-eager,fused-eager,fused-glue,fused-graph"
 
 phase() { local from=$SECONDS code=0; "${@:2}" || code=$?; echo "== $1: $((SECONDS - from)) s, exit $code"; return $code; }

@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+import torch
 from attn_graph.cli.errors import CliError
 from attn_graph.cli.plan import rank_counts
 from attn_graph.cli.tp import injection, needs_launch
@@ -111,6 +112,18 @@ def test_a_delay_injected_on_one_rank_makes_the_other_wait(cli, tmp_path):
     assert list(found.dose_us) == [0, 20000] and set(found.injected_rank) == {1}
     assert abs(found.slope[0] - 1) < max(0.1, 4 * found.slope_stderr[0])
     assert found.others_p50_us[1] > 10_000 > found.own_p50_us[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allreduce", ["symm", "nccl"])
+def test_two_gpus_wait_as_their_launch_ends_predict(cli, tmp_path, allreduce):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    command = ("bench", "--swa", "--bs", "64", "--context", "8192", "--arm", "aten-eager,fused-graph", "--no-plots")
+    ended = cli(*command, "--tp", "2", "--allreduce", allreduce, "--steps", "200", "--out", "run")
+    assert ended.code == 0, ended.err
+    found = pd.read_csv(tmp_path / "run" / "predict.csv").query("arm == 'aten-eager' and source == 'predicted'")
+    assert abs(found.error_p50.item()) < 0.25
 
 
 def torchrun(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen:
