@@ -51,7 +51,10 @@ BODY = "body"
 """In place of an arm: the captured body alone, no rebuild."""
 
 WARMUPS = 3
-ROUNDS = 20  # a traced round of the whole table leaves a record for each of some 27,000 kernels
+ROUNDS = 20
+MOST_TRACED_ROUNDS = 12
+"""A traced round of the whole table leaves some 30,000 records of 208 bytes, and PyTorch's profiler stops to record,
+silently, when it has 128 MiB of them: what came after would look cheap."""
 
 _SETTLED_ROUNDS = 2  # torch's profiler takes CUPTI down inside a later driver call, not when it ends
 
@@ -179,11 +182,15 @@ def _variable(name: str, value: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """One thing that is timed over and over: `once(ranges)` gives metric -> us, `ranges` being what it pushes."""
+    """One thing that is timed over and over: `once(ranges, round)` gives metric -> us, `ranges` being what it pushes.
+
+    `holds`: what must live as long as its graph, whose kernels write to it.
+    """
 
     case: Case
     arm: str
     once: Callable[[StepRanges, int], dict[str, float]]
+    holds: object = None
 
 
 def _observe(context: RankContext, plan: ObserverPlan, observation: Observation) -> dict[Case, list[Sample]]:
@@ -207,7 +214,8 @@ def _observe(context: RankContext, plan: ObserverPlan, observation: Observation)
         subjects = [*arms, *_body_subjects(plan, device, factory)]
 
         def keep(phase: str, these: list[_Subject], nvtx: bool = False, cause: str = "") -> None:
-            for case, sample in _time(these, plan.rounds, nvtx):
+            rounds = min(plan.rounds, MOST_TRACED_ROUNDS) if phase == DURING else plan.rounds
+            for case, sample in _time(these, rounds, nvtx):
                 found[case].append(replace(sample, observer=observation.label(phase), cause=cause))
 
         keep(BARE, subjects)
@@ -312,8 +320,9 @@ def _body_subjects(plan: ObserverPlan, device: torch.device, factory: GraphFacto
 
     for case in plan.bodies:
         graph = factory()
-        graph.capture(DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device))
-        yield _Subject(case, BODY, _graph_timer(graph, device))
+        body = DecodeBody(BodyShape(case.graph_nodes, case.graph_branches, case.allreduce_at), device)
+        graph.capture(body)
+        yield _Subject(case, BODY, _graph_timer(graph, device), body)
 
 
 def _graph_timer(graph: Graph, device: torch.device) -> Callable[[StepRanges, int], dict[str, float]]:
@@ -464,7 +473,7 @@ class ObserverRow:
         arm: an arm's name, or ``body`` for the captured body alone.
         graph: ``cuda``, or ``recorded`` for the stand-in on a machine without a GPU.
         teardown: whether CUPTI was torn down when the observer left, see `Observation`.
-        n: rounds in each phase.
+        n: rounds in each phase; `DURING` has at most `MOST_TRACED_ROUNDS`.
         *_us: p50, and p99 where the name says so; blank where there is no number.
         *_factor: median over the median bare, of the same process.
         status, cause: why numbers are blank; for ``nvtx`` the cause says whether a tool received the ranges.
@@ -600,8 +609,8 @@ def launch_cost(device: str = "cuda", rounds: int = 30) -> tuple[float, float]:
     medians = {}
     with torch.cuda.stream(factory.stream):
         for nodes in (1, 250, 1000):
-            graph = factory()
-            graph.capture(DecodeBody(BodyShape(nodes), where))
+            graph, body = factory(), DecodeBody(BodyShape(nodes), where)  # the body holds what the graph writes to
+            graph.capture(body)
             medians[nodes] = summarise([_launch_us(graph, where) for _ in range(rounds)][WARMUPS:]).p50
     _, fixed_us, _, per_node_us, _, _ = fit_line(medians)
     return fixed_us, per_node_us
