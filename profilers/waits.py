@@ -101,7 +101,8 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
             if case.tp > 1:
                 yield _against(_row(case, arm, case.tp, case.tp, "", PREDICTED, skew(ends)), found.get(case.tp))
             models = MODELS if case.tp > 1 else (INDEPENDENT,)
-            for e in _extrapolations(ends, [(n, model) for n in counts for model in models]):
+            others = [n for n in counts if n in rank_counts or n != case.tp]
+            for e in _extrapolations(ends, [(n, model) for n in others for model in models]):
                 row = _row_of(case, arm, e.n_ranks, case.tp, e.model, e.source, len(ends), e)
                 yield _against(row, found.get(e.n_ranks))
 

@@ -53,7 +53,7 @@ def test_one_rank_predicts_what_two_independent_ones_then_measure(tmp_path):
 def test_jitter_that_moves_all_ranks_shows_as_an_error_of_the_independent_model(tmp_path):
     common = jitter(1) + np.zeros((1, 2))
     apart = common + jitter(2, scale=0.5, seed=1)
-    found = tables(made_up.write_run(tmp_path / "run", {2: {"aten-eager": apart}}))[PREDICT]
+    found = tables(made_up.write_run(tmp_path / "run", {2: {"aten-eager": apart}}), 2)[PREDICT]
     error = found[found["source"] == "extrapolated"].set_index("model")["error_p50"]
     assert abs(error["correlated"]) < 0.1
     assert error["independent"] > 5
