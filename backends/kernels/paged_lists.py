@@ -224,7 +224,7 @@ def _paged_lists_kernel(
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
         # The first table load goes out before the lengths of the requests ahead are summed up: they take as long.
         pool = tl.load(req_pool_indices + row).to(tl.int64)
-        whole, _ = _kv_range(seq_lens, aux, row, bs, offset, keep, 0, False)
+        whole, start = _kv_range(seq_lens, aux, row, bs, offset, keep, 0, False)
         tokens = req_to_token + pool * req_to_token_stride
         t = first + tl.arange(0, BLOCK)
         slot = t
