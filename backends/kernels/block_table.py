@@ -38,7 +38,7 @@ def fused_config(bs: int, columns: int) -> DecodeMetadataConfig:
 def write_block_row(
     req_pool_indices, seq_lens, req_to_token, lens, table, row, first, offset, columns,
     req_to_token_stride, table_stride,
-    PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr, PREFETCH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Page ids of row `row` from column `first` on, every STEP columns, up to the live prefix.
 
@@ -48,34 +48,27 @@ def write_block_row(
     length = tl.load(seq_lens + row).to(tl.int32) + offset
     tokens = req_to_token + pool * req_to_token_stride
     pages = table + row.to(tl.int64) * table_stride
-    at = first + tl.arange(0, BLOCK)
-    if PREFETCH:
-        # Needs the pool row only, so it is under way before the length has arrived.
-        slot = tl.load(tokens + at.to(tl.int64) * PAGE_SIZE, mask=at < columns, other=0)
     live = tl.minimum(ceil_pages(length, PAGE_SIZE), columns)
     if WRITE_LENS:
         tl.store(lens + row, length, mask=first == 0)
-    start = first
-    if PREFETCH:
-        tl.store(pages + at, floor_div(slot, PAGE_SIZE), mask=at < live)
-        start = first + STEP
-    for block in range(start, live, STEP):
+    last = tl.maximum(live - 1, 0)  # what lanes past the row read, instead of a mask: see load_below
+    for block in range(first, live, STEP):
         at = block + tl.arange(0, BLOCK)
-        slot = tl.load(tokens + at.to(tl.int64) * PAGE_SIZE, mask=at < live, other=0)
+        slot = tl.load(tokens + tl.minimum(at, last).to(tl.int64) * PAGE_SIZE)
         tl.store(pages + at, floor_div(slot, PAGE_SIZE), mask=at < live)
 
 
 @triton.jit(do_not_specialize=["offset", "columns", "req_to_token_stride", "table_stride"])  # see decode_metadata
 def _block_table_kernel(
     req_pool_indices, seq_lens, req_to_token, lens, table, offset, columns, req_to_token_stride, table_stride,
-    PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr, PREFETCH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr,
     PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     write_block_row(
         req_pool_indices, seq_lens, req_to_token, lens, table,
         pid // PROGRAMS_PER_ROW, (pid % PROGRAMS_PER_ROW) * BLOCK, offset, columns, req_to_token_stride, table_stride,
-        PAGE_SIZE, WRITE_LENS, PREFETCH, PROGRAMS_PER_ROW * BLOCK, BLOCK,
+        PAGE_SIZE, WRITE_LENS, PROGRAMS_PER_ROW * BLOCK, BLOCK,
     )  # fmt: skip
 
 
@@ -106,7 +99,7 @@ def build_block_table(
     launch(
         _block_table_kernel,
         *_launch_of(
-            req_to_token, req_pool_indices, seq_lens, absent, table, bs, page_size, 0, False, False,
+            req_to_token, req_pool_indices, seq_lens, absent, table, bs, page_size, 0, False,
             DecodeMetadataConfig(blocks, block, 4),
         ),
     )  # fmt: skip
@@ -134,7 +127,7 @@ def prepare_block_table(
     return PreparedLaunch(
         _block_table_kernel,
         *_launch_of(
-            req_to_token, req_pool_indices, seq_lens, stored, table, bs, page_size, offset, lens is not None, True,
+            req_to_token, req_pool_indices, seq_lens, stored, table, bs, page_size, offset, lens is not None,
             config,
         ),
         varying=(0, 1),
@@ -142,7 +135,7 @@ def prepare_block_table(
 
 
 def _launch_of(
-    req_to_token, req_pool_indices, seq_lens, lens, table, bs, page_size, offset, write_lens, prefetch, config
+    req_to_token, req_pool_indices, seq_lens, lens, table, bs, page_size, offset, write_lens, config
 ) -> tuple[tuple[int, ...], tuple, dict]:
     """Grid, arguments and constants."""
     args = (
@@ -152,7 +145,6 @@ def _launch_of(
     options = {
         "PAGE_SIZE": page_size,
         "WRITE_LENS": write_lens,
-        "PREFETCH": prefetch,
         "PROGRAMS_PER_ROW": config.programs_per_row,
         "BLOCK": config.block,
         "num_warps": config.num_warps,

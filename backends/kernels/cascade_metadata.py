@@ -162,7 +162,7 @@ def _verify_kernel(
         STEP: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
         write_block_row(
             req_pool_indices, seq_lens, req_to_token, prefix_lens, prefix_table, row, first, 0, columns,
-            req_to_token_stride, prefix_stride, PAGE_SIZE, False, True, STEP, BLOCK,
+            req_to_token_stride, prefix_stride, PAGE_SIZE, False, STEP, BLOCK,
         )  # fmt: skip
         if HAS_MERGED:
             pool = tl.load(req_pool_indices + row).to(tl.int64)
@@ -206,7 +206,7 @@ def _draft_kernel(
         first = (part % PROGRAMS_PER_ROW) * BLOCK
         write_block_row(
             req_pool_indices, seq_lens, req_to_token, prefix_lens, prefix_table, part // PROGRAMS_PER_ROW, first, 0,
-            columns, req_to_token_stride, prefix_stride, PAGE_SIZE, False, True, PROGRAMS_PER_ROW * BLOCK, BLOCK,
+            columns, req_to_token_stride, prefix_stride, PAGE_SIZE, False, PROGRAMS_PER_ROW * BLOCK, BLOCK,
         )  # fmt: skip
 
 

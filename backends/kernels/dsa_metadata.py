@@ -62,25 +62,17 @@ def _dsa_metadata_kernel(
         length = tl.minimum(tl.maximum(tl.load(seq_lens + b).to(tl.int32) + added, 0), width)
         out = page_table + b.to(tl.int64) * N * page_table_stride
         real = real_page_table + b.to(tl.int64) * N * real_page_table_stride
-        columns = first + tl.arange(0, BLOCK)
         if HAS_WIDE:
-            # The first load needs only the pool row, so it is issued before the length has arrived.
-            slot = tl.load(tokens + columns, mask=columns < width, other=0)
             filled = width if STATIC_FULL else length
-            _store_slots(
-                out, real, slot, columns, filled, page_table_stride, real_page_table_stride, N, PAGE_SIZE, HAS_REAL
-            )
-            for start in range(first + step, filled, step):
+            for start in range(first, filled, step):
                 columns = start + tl.arange(0, BLOCK)
                 slot = tl.load(tokens + columns, mask=columns < filled, other=0)
                 _store_slots(
                     out, real, slot, columns, filled, page_table_stride, real_page_table_stride, N, PAGE_SIZE, HAS_REAL
                 )
         else:
-            slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < pages, other=0)
             filled = pages if STATIC_FULL else ceil_pages(length, PAGE_SIZE)
-            tl.store(real + columns, floor_div(slot, PAGE_SIZE), mask=columns < filled)
-            for start in range(first + step, filled, step):
+            for start in range(first, filled, step):
                 columns = start + tl.arange(0, BLOCK)
                 slot = tl.load(tokens + columns.to(tl.int64) * PAGE_SIZE, mask=columns < filled, other=0)
                 tl.store(real + columns, floor_div(slot, PAGE_SIZE), mask=columns < filled)

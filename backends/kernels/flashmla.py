@@ -34,7 +34,7 @@ def _flashmla_kernel(
             req_pool_indices, seq_lens, req_to_token, lens, table,
             part // PROGRAMS_PER_ROW, (part % PROGRAMS_PER_ROW) * BLOCK, offset, columns,
             req_to_token_stride, table_stride,
-            PAGE_SIZE, WRITE_LENS, True, PROGRAMS_PER_ROW * BLOCK, BLOCK,
+            PAGE_SIZE, WRITE_LENS, PROGRAMS_PER_ROW * BLOCK, BLOCK,
         )  # fmt: skip
 
 
