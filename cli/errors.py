@@ -41,6 +41,7 @@ EXPECTED: dict[str, ExitCode] = {
     "attn_graph.profilers.driver.DriverError": ExitCode.USAGE,
     "attn_graph.profilers.exchange.ExchangeError": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.environment.EnvironmentProblem": ExitCode.USAGE,
+    "attn_graph.profilers.observers.CuptiError": ExitCode.USAGE,
     "attn_graph.profilers.ranks.RankFailure": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.recorded.CaptureError": ExitCode.FOUND_WRONG,
     "attn_graph.profilers.results.ResultsError": ExitCode.USAGE,
