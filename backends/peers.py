@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -85,21 +85,67 @@ def page_table_update_in(site: Path) -> Peer:
     raise _elsewhere(site, [relative for relative, _ in _PAGE_TABLE_UPDATES])
 
 
-def index_lists_in(site: Path) -> Peer:
-    """SGLang's CSR index lists from the packages installed under `site`: a running sum by PyTorch, lists by its kernel.
+@cache
+def sglang_index_gather() -> Peer:
+    """SGLang's kernel that lists requests' slots, of the sglang that is installed.
+
+    Raises:
+        PeerMissing: sglang is not installed, or this release keeps the kernel elsewhere.
+    """
+    return index_gather_in(installed_site())
+
+
+def index_gather_in(site: Path) -> Peer:
+    """The same from the packages installed under `site`; takes the arguments of `_gather`, the first apart.
 
     Raises:
         PeerMissing: this release keeps the kernel elsewhere.
     """
     for relative in _INDEX_LISTS:
         if (site / relative).is_file():
-            update = partial(_index_lists, _module(site / relative))
-            return Peer(update, TailPolicy.LIVE_ONLY, relative, _release(site))
+            return Peer(partial(_gather, _module(site / relative)), TailPolicy.LIVE_ONLY, relative, _release(site))
     raise _elsewhere(site, list(_INDEX_LISTS))
 
 
-def _index_lists(
+def index_lists_in(site: Path) -> Peer:
+    """SGLang's CSR index lists from the packages installed under `site`: a running sum by PyTorch, lists by its kernel.
+
+    Raises:
+        PeerMissing: this release keeps the kernel elsewhere.
+    """
+    gather = index_gather_in(site)
+    return replace(gather, update=partial(_index_lists, gather.update))
+
+
+def _gather(
     engine: ModuleType,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    lens: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    start: torch.Tensor | None = None,
+) -> None:
+    """One launch, as the engine's triton backend makes it at a replay, where no length is known on the host.
+
+    Args:
+        req_to_token: [rows, width] int32. req_pool_indices, lens: [B]. start: [B], first tokens; 0 if None.
+        kv_indptr: [B + 1] int32. kv_indices: [capacity] int32 or int64, out.
+    """
+    bs = lens.shape[0]
+    options, grid = {}, (bs,)
+    if hasattr(engine, "spec_kv_index_token_blocks"):  # later releases let several programs share a request
+        width = req_to_token.shape[1]
+        blocks = engine.spec_kv_index_token_blocks(table_width=width, kv_lens_sum=None, batch_size=bs)
+        if blocks > 1:
+            options, grid = {"TOKEN_BLOCK_PARALLEL": True}, (bs, blocks)
+    engine.create_flashinfer_kv_indices_triton[grid](
+        req_to_token, req_pool_indices, lens, kv_indptr, start, kv_indices, req_to_token.stride(0), **options
+    )
+
+
+def _index_lists(
+    gather: Callable[..., None],
     *,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -107,23 +153,9 @@ def _index_lists(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
 ) -> None:
-    """Launch as the engine's triton backend does at a replay, where no length is known on the host.
-
-    Args:
-        req_to_token: [rows, width] int32. req_pool_indices, seq_lens: [B].
-        kv_indptr: [B + 1] int32, out from index 1. kv_indices: [capacity] int32 or int64, out.
-    """
-    bs = seq_lens.shape[0]
+    """kv_indptr from index 1, then the lists; layouts as in `_gather`."""
     kv_indptr[1:] = torch.cumsum(seq_lens, dim=0)
-    options, blocks = {}, 1
-    if hasattr(engine, "spec_kv_index_token_blocks"):  # later releases let several programs share a request
-        width = req_to_token.shape[1]
-        blocks = engine.spec_kv_index_token_blocks(table_width=width, kv_lens_sum=None, batch_size=bs)
-        options = {"TOKEN_BLOCK_PARALLEL": blocks > 1}
-    grid = (bs, blocks) if blocks > 1 else (bs,)
-    engine.create_flashinfer_kv_indices_triton[grid](
-        req_to_token, req_pool_indices, seq_lens, kv_indptr, None, kv_indices, req_to_token.stride(0), **options
-    )
+    gather(req_to_token, req_pool_indices, seq_lens, kv_indptr, kv_indices)
 
 
 def _elsewhere(site: Path, known: list[str]) -> PeerMissing:

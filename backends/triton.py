@@ -15,7 +15,10 @@ role. Source: specs of SGLang's triton backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +31,12 @@ from .aten_ops import (
     write_running_sum,
     write_swa_slots,
 )
-from .base import Allowances, AttentionBackend, ConfigError, tensors_of
+from .base import Allowances, AttentionBackend, ConfigError, PeerMissing, tensors_of
 from .batch import ForwardBatch
 from .kernels.csr_metadata import CsrConfig, CsrMetadata, CsrTables, default_config
 from .kernels.kv_indices import launch_kv_indices
 from .kernels.kv_splits import SplitRule, head_programs, launch_kv_splits
+from .kernels.launch import foreign_launch
 from .modes import ForwardMode, Implementation, TailPolicy
 from .oracle import Expected, HostBatch, HostPools, triton
 from .schedules import multiprocessors
@@ -269,6 +273,21 @@ class TritonBackend(AttentionBackend):
 
     def _kv_indices(self, pool, lens, indptr, indices, b, start=None, mapping=None) -> None:
         launch_kv_indices(self.pools.req_to_token, pool, lens, indptr, indices, b, start, mapping)
+
+    def peer_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
+        """The classic chain with the engine's own kernel for the lists, which is how the engine runs it."""
+        from .peers import sglang_index_gather
+
+        gather = sglang_index_gather().update
+        if self.pools.full_to_swa is not None:
+            raise PeerMissing("sglang's index lists take no sliding-window map in every release: its arms are left out")
+
+        def kv_indices(pool, lens, indptr, indices, b, start=None, mapping=None) -> None:
+            arguments = (self.pools.req_to_token, pool, lens, indptr, indices, start)
+            foreign_launch(partial(gather, *arguments), arguments)
+
+        self._kv_indices = kv_indices
+        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: TritonMetadata) -> None:
         mode, b = fb.forward_mode, fb.batch_size

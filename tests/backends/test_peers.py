@@ -21,6 +21,18 @@ def update_trtllm_mha_graph_metadata(**arguments):
 """
 
 
+LISTS = """
+from attn_graph.backends.kernels.kv_indices import launch_kv_indices
+
+class create_flashinfer_kv_indices_triton:
+    def __class_getitem__(cls, grid):
+        def launch(table, pool, lens, indptr, start, indices, stride):
+            assert grid == (lens.shape[0],) and stride == table.stride(0)
+            launch_kv_indices(table, pool, lens, indptr, indices, lens.shape[0], start)
+        return launch
+"""
+
+
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     """Installs a made-up sglang with its kernel at a given place."""
@@ -30,13 +42,15 @@ def engine(tmp_path, monkeypatch):
         (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('the engine must not be imported')")
         if where:
             (tmp_path / where).parent.mkdir(parents=True)
-            (tmp_path / where).write_text(KERNEL)
+            (tmp_path / where).write_text(LISTS if where.endswith("kv_indices.py") else KERNEL)
         monkeypatch.syspath_prepend(str(tmp_path))
 
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
     peers.sglang_page_table_update.cache_clear()
+    peers.sglang_index_gather.cache_clear()
     yield install
     peers.sglang_page_table_update.cache_clear()
+    peers.sglang_index_gather.cache_clear()
 
 
 def backend() -> TrtllmMhaBackend:
@@ -76,3 +90,26 @@ def test_its_arm_agrees_with_the_oracle_in_every_placement(engine):
     assert not bench.failed
     assert bench.built["sglang-graph"].backend.tail is TailPolicy.STATIC_FULL
     assert [s.value for s in bench.check()] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("where", peers._INDEX_LISTS)
+def test_its_index_lists_are_arms_of_the_triton_backend(engine, where):
+    from attn_graph.profilers.graphs import GraphFactory
+    from attn_graph.profilers.measure import CaseBench, MeasureSettings
+    from attn_graph.profilers.sample import Case
+
+    engine(where)
+    case = Case("triton", "decode", 2, 2, "40", 1, 64, False, graph_nodes=2, device="cpu")
+    settings = MeasureSettings(("sglang-eager", "sglang-graph"), 1, 0)
+    bench = CaseBench(case, settings, torch.device("cpu"), GraphFactory(torch.device("cpu")))
+    assert not bench.failed
+    assert [s.value for s in bench.check()] == [1.0, 1.0]
+
+
+def test_index_lists_with_a_window_map_have_no_counterpart_in_every_release(engine):
+    from attn_graph.backends.triton import TritonBackend
+
+    engine(peers._INDEX_LISTS[0])
+    pools = make_pools(rows=3, width=70, page_size=1, swa=True, seed=0, device=torch.device("cpu"))
+    with pytest.raises(PeerMissing, match="sliding-window map"):
+        TritonBackend(AttentionConfig(page_size=1, max_context=64), pools, Implementation.SGLANG)
