@@ -17,6 +17,11 @@ DECODE_MODES = ("decode", "idle")
 SPEC_MODES = ("draft_decode", "target_verify", "draft_extend", "draft_extend_v2")
 
 
+COMPARED = "compared"
+NO_SIGNATURE = "not run: no signature of it is specified"
+PLAN_ON_HOST = "the plan is made of host lengths before every replay; a graph would freeze it"
+
+
 class UnknownName(LookupError):
     """A name that is not registered; the message lists what is and the nearest match."""
 
@@ -34,8 +39,12 @@ class BackendInfo:
         target: ``module:attribute`` of the class, relative to this package or absolute.
         note: one line: what only its own hardware or vendor package could show, if anything.
         dispatches: ATen dispatches of one classic rebuild by mode (without SWA, with SWA), where specified; of one
-            request, where each further one adds some.
+            request, where each further one adds some. Of a wrapper, of what it does itself.
         lens: dtype of seq_lens that they are specified for.
+        host_work: why fused-graph still works on the host before a launch, by mode or ``*``; empty where it does not.
+        planners: vendor functions that a reference stands in for, and whether `verify` compares: ``compared`` where the
+            package is installed, else why not.
+        compositions: of a wrapper, options of those that stand for all; the counts are the first's.
     """
 
     name: str
@@ -47,6 +56,14 @@ class BackendInfo:
     note: str = ""
     dispatches: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     lens: str = "int32"
+    host_work: dict[str, str] = field(default_factory=dict)
+    planners: dict[str, str] = field(default_factory=dict)
+    compositions: tuple[dict[str, str], ...] = ()
+
+    def host_work_in(self, mode: str) -> str:
+        """Why fused-graph is not free of host work in a mode; empty where it dispatches, launches and waits for
+        nothing."""
+        return self.host_work.get(mode) or self.host_work.get("*", "")
 
     def load(self):
         """Import and return the class."""
@@ -95,6 +112,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="page_table",
         pattern="B",
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
+        planners={"deep_gemm.get_paged_mqa_logits_metadata": COMPARED, "the top-k kernel's plan": NO_SIGNATURE},
         target=".dsa:DsaBackend",
         note="reference planners stand in for DeepGEMM's, the top-k kernel's and FlashMLA's; no kernel of theirs runs",
         lens="int64",
@@ -122,6 +140,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="block_table",
         pattern="A",
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
+        planners={"sgl_kernel.flash_mla.get_mla_metadata": COMPARED},
         target=".flashmla:FlashMlaBackend",
         note="a reference scheduler stands in for get_mla_metadata, its launch counted apart; no dense-FP8 plans",
         dispatches={
@@ -154,6 +173,8 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="csr",
         pattern="B",
         modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2", "dllm_extend"),
+        host_work={"*": PLAN_ON_HOST},
+        planners={"flashinfer's plan": NO_SIGNATURE},
         target=".flashinfer:FlashInferBackend",
         note="a reference planner stands in for FlashInfer's, its work stays on the host; counts hold its copies",
         dispatches={
@@ -170,6 +191,8 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="csr",
         pattern="B",
         modes=(*DECODE_MODES, "target_verify", "draft_extend"),
+        host_work={"*": PLAN_ON_HOST},
+        planners={"flashinfer's plan": NO_SIGNATURE},
         target=".flashinfer_mla:FlashInferMlaBackend",
         note="a reference planner stands in for FlashInfer's, its work stays on the host; counts hold its copies",
         dispatches={
@@ -185,6 +208,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="csr",
         pattern="A",
         modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2"),
+        planners={"aiter.get_mla_metadata_v1": NO_SIGNATURE},
         target=".aiter:AiterBackend",
         note="metadata logic on the device at hand; reference schedulers stand in for AITER's, no kernel of it runs",
         dispatches={
@@ -249,6 +273,11 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="compressed",
         pattern="B",
         modes=DECODE_MODES + SPEC_MODES,
+        planners={
+            "deep_gemm.get_paged_mqa_logits_metadata": COMPARED,
+            "FlashMLA's sparse schedules": NO_SIGNATURE,
+            "the compressors' plans": NO_SIGNATURE,
+        },
         target=".deepseek_v4:DeepseekV4Backend",
         note="needs pages of 256 tokens and a sliding-window pool; FlashMLA's, DeepGEMM's and the compressors' own "
         "planners are reference schedulers here; verify and draft extend dispatch 4 more per further request",
@@ -268,6 +297,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="page_table",
         pattern="A",
         modes=DECODE_MODES + SPEC_MODES,
+        planners={"FA3's get_scheduler_metadata": "not run: what it must hold is not specified"},
         target=".flashattention:FlashAttentionBackend",
         note="metadata only; FA3's own tile scheduler, a library call on the host, is not run",
         dispatches={
@@ -305,9 +335,14 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="steps",
         pattern="-",
         modes=("draft_decode",),
+        host_work={"*": "over flashinfer and flashinfer_mla only, which plan on the host"},
         target=".wrappers.multi_step_draft:MultiStepDraft",
         note="over the backends whose drafts take a step each; counts are triton's",
         dispatches={"draft_decode": (2, 2)},
+        compositions=tuple(
+            {"inner": name}
+            for name in ("triton", "flashinfer", "aiter", "trtllm_mha", "trtllm_mla", "dsa", "deepseek_v4")
+        ),
     ),
     BackendInfo(
         name="hybrid_linear",
@@ -315,9 +350,15 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="both",
         pattern="-",
         modes=(*DECODE_MODES, "target_verify"),
+        host_work={"*": "over backends that plan on the host only"},
         target=".wrappers.hybrid_linear:HybridLinear",
-        note="over any backend and any of linear state; counts are those of triton and mamba",
-        dispatches={"decode": (19, 41), "idle": (20, 42), "target_verify": (24, 47)},
+        note="over any backend and any of linear state; adds no dispatch of its own",
+        dispatches={mode: (0, 0) for mode in (*DECODE_MODES, "target_verify")},
+        compositions=(
+            {"full": "triton", "linear": "mamba"},
+            {"full": "trtllm_mha", "linear": "lightning"},
+            {"full": "ascend", "linear": "ascend_gdn"},
+        ),
     ),
     BackendInfo(
         name="deepseek_v4_hip_radix",
@@ -325,6 +366,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="compressed",
         pattern="B",
         modes=DECODE_MODES + SPEC_MODES,
+        planners={"AITER's indexer schedule": NO_SIGNATURE, "the compressors' plans": NO_SIGNATURE},
         target=".deepseek_v4_hip_radix:DeepseekV4HipRadixBackend",
         note="metadata only, on the device at hand: no HIP kernel or AITER indexer is run, compressor plans are "
         "reference ones; pages and window as deepseek_v4; verify and draft extend dispatch 4 more per further request",
@@ -344,9 +386,14 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="either",
         pattern="-",
         modes=DECODE_MODES + SPEC_MODES + ("dllm_extend",),
+        host_work={"*": "over backends that plan on the host only"},
         target=".wrappers.hybrid:Hybrid",
         note="a decode and a prefill backend, of which each batch reaches one; adds no dispatch of its own",
         dispatches={mode: (0, 0) for mode in DECODE_MODES + SPEC_MODES},
+        compositions=(
+            {"decode": "triton", "prefill": "flashattention"},
+            {"decode": "trtllm_mha", "prefill": "flashinfer", "speculative_attention_mode": "decode"},
+        ),
     ),
     BackendInfo(
         name="tbo",
@@ -354,9 +401,11 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="halves",
         pattern="-",
         modes=(*DECODE_MODES, "target_verify"),
+        host_work={"*": "over backends that plan on the host only: their halves are split again for the plan"},
         target=".wrappers.tbo:TwoBatchOverlap",
-        note="counts are the split's alone, beside three rebuilds; tree masks add 2 and 4 a request of the first half",
+        note="counts are the split's, beside three rebuilds; tree masks add 2 and 4 a request of the first half",
         dispatches={"decode": (14, 14), "idle": (14, 14), "target_verify": (20, 20)},
+        compositions=({"inner": "trtllm_mha"}, {"inner": "triton"}, {"inner": "flashattention"}),
     ),
     BackendInfo(
         name="decode",
@@ -413,17 +462,17 @@ def registered() -> dict[str, BackendInfo]:
     return found
 
 
-def lookup(name: str, kind: str = "backend") -> BackendInfo:
-    """The entry called `name`.
+def lookup(name: str, *kinds: str) -> BackendInfo:
+    """The entry called `name`, of one of `kinds` (``backend`` if none is given).
 
     Raises:
         UnknownName: with the known names and the nearest one.
     """
-    known = [info.name for info in registered().values() if info.kind == kind]
-    info = registered().get(name)
-    if info is None or info.kind != kind:
-        raise UnknownName(unknown_message(kind, name, known))
-    return info
+    kinds = kinds or ("backend",)
+    known = [info.name for info in registered().values() if info.kind in kinds]
+    if name not in known:
+        raise UnknownName(unknown_message(" or ".join(kinds), name, known))
+    return registered()[name]
 
 
 def unknown_message(what: str, name: str, known: list[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..backends.registry import BackendInfo, registered
+from ..backends.registry import COMPARED, BackendInfo, registered
 
 
 def backends(
@@ -15,7 +15,8 @@ def backends(
 ) -> None:
     """List the registered backends, wrappers and runners.
 
-    'dispatches' counts the ATen dispatches of one classic rebuild, without and with sliding-window tables.
+    'dispatches' counts the ATen dispatches of one classic rebuild, without and with sliding-window tables. 'fused-graph
+    host' says where nothing is dispatched, launched or waited for before the main graph, and where not and why.
 
     Example: attn-graph backends --json
     """
@@ -34,6 +35,8 @@ def _as_object(info: BackendInfo) -> dict:
         "pattern": info.pattern,
         "modes": list(info.modes),
         "note": info.note,
+        "host_work": {mode: reason for mode in info.modes if (reason := info.host_work_in(mode))},
+        "planners": info.planners,
         "dispatches": {mode: {"no_swa": plain, "swa": swa} for mode, (plain, swa) in info.dispatches.items()},
     }
 
@@ -47,15 +50,30 @@ def _print_table(infos: list[BackendInfo]) -> None:
     table.add_column("name", no_wrap=True)
     table.add_column("kind, family,\npattern", overflow="fold")
     table.add_column("modes (dispatches\nwithout/with SWA)", no_wrap=True)
+    table.add_column("fused-graph\nhost", overflow="fold")
     for info in infos:
         kind = "\n".join((info.kind, info.family, info.pattern))
         modes = "\n".join(_mode_line(info, mode) for mode in info.modes)
-        table.add_row(*map(escape, (info.name, kind, modes)))
+        table.add_row(*map(escape, (info.name, kind, modes, _host(info))))
     console = Console()
     console.print(table)
     for info in infos:
+        for reason in dict.fromkeys(filter(None, map(info.host_work_in, info.modes))):
+            console.print(escape(f"{info.name}: host work in fused-graph: {reason}"), highlight=False, soft_wrap=True)
+        for planner, how in info.planners.items():
+            how = "compared by verify where it is installed" if how == COMPARED else how
+            console.print(escape(f"{info.name}: {planner}: {how}"), highlight=False, soft_wrap=True)
         if info.note:
             console.print(escape(f"{info.name}: {info.note}"), highlight=False, soft_wrap=True)
+
+
+def _host(info: BackendInfo) -> str:
+    if info.kind == "runner":
+        return ""
+    reasons = [info.host_work_in(mode) for mode in info.modes]
+    if not any(reasons):
+        return "zero"
+    return "not zero:\nsee below" if info.kind == "backend" else "zero, but\nsee below"
 
 
 def _mode_line(info: BackendInfo, mode: str) -> str:

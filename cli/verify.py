@@ -25,7 +25,12 @@ MOST_JOBS_ON_GPU = 32
 
 
 def verify(
-    backend: options.Backend = "all",
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend", help="Backends, wrappers and runners, comma list, or 'all'; see 'attn-graph backends'."
+        ),
+    ] = "all",
     mode: options.Mode = "all",
     device: options.DeviceName = "auto",
     arm: Annotated[
@@ -38,7 +43,9 @@ def verify(
     ] = False,
     check: Annotated[
         str,
-        typer.Option("--check", help="Checks, comma list of ids (C3, L1), C, L, faults, fault:NAME, or 'all'."),
+        typer.Option(
+            "--check", help="Checks, comma list of ids (C3, L1, R1), C, L, R, V, faults, fault:NAME, or 'all'."
+        ),
     ] = "all",
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Processes. Default: one a core, at most 32 on a GPU.")
@@ -62,7 +69,7 @@ def verify(
 
     where = resolve(device)
     use_interpreter(where)  # before names are looked up: that imports what third parties registered
-    names = plan.backends(backend)
+    names = _names(backend)
     wanted = _modes(mode, names)
     arms = [Arm.parse(name) for name in plan.arms(arm)]
     from ..profilers.conformance import CHECKS
@@ -114,9 +121,9 @@ def _stopped_like_ctrl_c() -> Iterator[None]:
 
 def _as_listed(names: Sequence[str]):
     """Order of a report: backends as asked for, their modes, the checks of each."""
-    from ..backends.registry import lookup
+    from ..backends.registry import registered
 
-    modes = {name: lookup(name).modes for name in names}
+    modes = {name: registered()[name].modes for name in names}
 
     def key(f: Finding) -> tuple:
         numbered = f.check[1:].isdigit()  # sizes before the checks, faults behind them
@@ -139,14 +146,23 @@ def _written(found: Iterable[Finding], path: Path) -> Iterator[Finding]:
             yield finding
 
 
+def _names(text: str) -> list[str]:
+    """Backends, wrappers and runners of a comma list, ``all`` for every one."""
+    from ..backends.registry import lookup, registered
+
+    if text == "all":
+        return list(registered())
+    return [lookup(name, "backend", "wrapper", "runner").name for name in plan.split(text, "--backend")]
+
+
 def _modes(text: str, names: Sequence[str]) -> list[str] | None:
     """Modes asked for, each of which some backend has; None means each backend's own."""
-    from ..backends.registry import lookup, unknown_message
+    from ..backends.registry import registered, unknown_message
 
     if text == "all":
         return None
     asked = plan.split(text.replace("-", "_"), "--mode")
-    known = list(dict.fromkeys(mode for name in names for mode in lookup(name).modes))
+    known = list(dict.fromkeys(mode for name in names for mode in registered()[name].modes))
     for mode in asked:
         if mode not in known:
             raise CliError(unknown_message(f"mode for {', '.join(names)}", mode, known))

@@ -42,6 +42,7 @@ from ..modes import ForwardMode, Implementation, TailPolicy
 from ..oracle import Expected, HostBatch, HostPools, multi_step_draft
 from ..registry import lookup
 from ..triton import TritonDraftStep, check_index_space, numpy_type, split_rule
+from .composed import joined
 from .forwarding import Forwarding
 
 Mode = ForwardMode
@@ -123,6 +124,13 @@ class MultiStepDraft(Forwarding):
             for i in range(served)
         ]
         super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
+        if self.family.shares_tables:  # upstream's launch fills a row for step S - 1 too, which nobody serves
+            shared = ("kv_indptr", "kv_indices", "wrappers.0.kv_indptr", "wrappers.0.kv_indices")
+            spills = frozenset(f"step{i}.{name}" for i in range(served) for name in shared)
+            self.allowances = replace(self.allowances, spills=spills)
+        elif self._inners:  # every inner backend does what it does alone
+            named = {f"step{i}": inner.allowances for i, inner in enumerate(self._inners)}
+            self.allowances = joined(named, fused_launches=sum(own.fused_launches for own in named.values()))
         if self._inners:
             self.tail = self._inners[0].tail
         self.tables: DraftTables | None = None

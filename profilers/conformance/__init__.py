@@ -7,7 +7,7 @@ Checks know no backend: the oracle says what each metadata field must hold, `ten
 `Allowances` says what a backend does on purpose. Its own sizes a backend refuses with ConfigError.
 """
 
-from . import device, hooks, lint, pointers, values  # noqa: F401  they register their checks
+from . import device, hooks, lint, planners, pointers, runners, values  # noqa: F401  they register their checks
 from .findings import CHECKS, Check, Finding, Note, Skip, judge
 from .run import verify
 from .subject import Rig, Subject

@@ -50,23 +50,25 @@ class Check:
         id, title: as in the table.
         run: yields one sentence for each problem; raises Skip where the rule does not apply.
         everywhere: made on every subject; the others stand for their mode on its first subjects only.
+        of: what is checked: ``rebuild``, of a backend or wrapper, or ``runner``.
     """
 
     id: str
     title: str
     run: Callable[[Subject], Iterator[str]]
     everywhere: bool = False
+    of: str = "rebuild"
 
 
 CHECKS: dict[str, Check] = {}
 """By id, in the order of the specification."""
 
 
-def check(id: str, title: str, *, everywhere: bool = False) -> Callable:
+def check(id: str, title: str, *, everywhere: bool = False, of: str = "rebuild") -> Callable:
     """Register a generator of problems as check `id`."""
 
     def register(run: Callable[[Subject], Iterator[str]]) -> Callable:
-        CHECKS[id] = Check(id, title, run, everywhere)
+        CHECKS[id] = Check(id, title, run, everywhere, of)
         return run
 
     return register

@@ -15,12 +15,14 @@ import torch
 from ...backends.base import Allowances, AttentionBackend
 from ...backends.batch import ForwardBatch, idle_batch
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
-from ...backends.registry import registered
+from ...backends.registry import BackendInfo, registered
+from ...backends.runners.glue import backend_refusal
+from ...backends.runners.tree import halves_batches
 from ..counters import SYNC_OPS, Counts, count
 from ..graphs import CaptureError
 from .findings import Note, Skip, check
 from .pointers import recorded_arms, selected
-from .subject import Rig, Subject, addresses, scalars_of
+from .subject import Rig, Subject, addresses, children_of, scalars_of
 from .trace import Trace, trace
 
 
@@ -31,6 +33,8 @@ def no_host_sync(subject: Subject) -> Iterator[str]:
         raise Skip("the classic chain may read the host mirror")
     for arm in free:
         rig = subject.rig(arm, buckets=[max(subject.buckets)])
+        if arm.placement is Placement.EAGER and halves_batches(rig.backend):
+            continue  # it sums the host mirror of each half
         with rig.on_stream():
             rig.load(subject.some_batch(max(subject.buckets)))
             for where, body in (("before the launch", rig.runner.rebuild), ("in the graph", in_graph(rig))):
@@ -194,19 +198,6 @@ def hook_names() -> set[str]:
     }
 
 
-def children_of(backend: AttentionBackend) -> dict[str, AttentionBackend]:
-    """Backends that a backend holds, by attribute."""
-    found = {}
-    for name, value in vars(backend).items():
-        items = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        found |= {f"{name}.{key}": item for key, item in items if isinstance(item, AttentionBackend)}
-        if isinstance(value, AttentionBackend):
-            found[name] = value
-    return found
-
-
 @contextmanager
 def _spied(children: dict[str, AttentionBackend], hook: str) -> Iterator[Counter]:
     """Count calls of `hook` by child; the hook still runs."""
@@ -233,8 +224,8 @@ def glue_eligibility(subject: Subject) -> Iterator[str]:
         raise Skip("no eager arm in this run")
     verdicts = []
     for arm in eager:
-        problem = _as_glue(subject, arm)
-        if problem and arm.implementation is Implementation.FUSED:
+        problem, refusal = _as_glue(subject, arm), backend_refusal(subject.backend(arm))
+        if problem and arm.implementation is Implementation.FUSED and not refusal:
             yield f"{problem} ({arm})"
         verdicts.append(f"{arm}: {f'host-dependent, {problem}' if problem else 'can be captured'}")
     yield Note("; ".join(verdicts))
@@ -264,15 +255,14 @@ def _as_glue(subject: Subject, arm: Arm) -> str:
 @check("C24", "dispatches, launches and synchronisations of one rebuild are those specified, at every size")
 def dispatch_budget(subject: Subject) -> Iterator[str]:
     info = registered().get(subject.case.backend)
-    budget = info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa] if info else None
+    budget = _specified(subject, info)
     subject = subject.but(lens=getattr(torch, info.lens) if info else torch.int32)  # other lengths cost a cast more
     for arm in subject.plain_arms:
         rig = subject.rig(arm)
         counted = {}
-        idle = subject.case.mode == ForwardMode.IDLE
-        for size in rig.runner.buckets[: 1 if idle else None]:  # no requests take the smallest
+        for size in _of_one_kind(rig):
             with rig.on_stream():
-                rig.load(idle_batch() if idle else subject.some_batch(size))
+                rig.load(idle_batch() if subject.case.mode == ForwardMode.IDLE else subject.some_batch(size))
                 counted[size] = count(rig.runner.rebuild, [rig.slots.seq_lens_cpu])
         smallest, least = counted[min(counted)], min(counted)
         classic = arm == Arm(Implementation.ATEN, Placement.EAGER)
@@ -282,9 +272,44 @@ def dispatch_budget(subject: Subject) -> Iterator[str]:
             more = size - least
             if _without(counts, growth * more, allowed.syncs_per_request * more) != _without(smallest, 0, 0):
                 yield f"B={least} takes {smallest}, B={size} {counts} ({arm})"
-        whole = budget if budget is None else budget + growth * (least - 1)
-        yield from _over_budget(arm, smallest, whole, rig.backend.allowances.fused_launches)
+        own = Counts()
+        if arm.placement is Placement.EAGER and children_of(rig.backend):
+            with rig.on_stream(), _muted(children_of(rig.backend)):
+                rig.load(idle_batch() if subject.case.mode == ForwardMode.IDLE else subject.some_batch(least))
+                own = count(rig.runner.rebuild, [rig.slots.seq_lens_cpu])
+            if budget is not None and (own.dispatches > budget or (classic and own.dispatches != budget)):
+                yield f"{own.dispatches} dispatches of its own, specified are {budget} ({arm})"
+            whole = None
+        else:
+            whole = budget if budget is None else budget + growth * (least - 1)
+        yield from _over_budget(arm, smallest, own, whole, rig.backend.allowances.fused_launches)
     yield Note(f"classic chain: {budget if budget is not None else 'no'} dispatches specified")
+
+
+def _specified(subject: Subject, info: BackendInfo | None) -> int | None:
+    """Dispatches of the classic chain; of a wrapper's own work, where its children are those of the specification."""
+    if info is None or (info.compositions and subject.extra != info.compositions[0]):
+        return None
+    return info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa]
+
+
+def _of_one_kind(rig: Rig) -> list[int]:
+    """Captured sizes whose rebuilds do alike. No requests take the smallest. A wrapper that halves them leaves a child
+    out at 1, and slices of one row are contiguous where others are not."""
+    sizes = rig.runner.buckets[: 1 if rig.subject.case.mode == ForwardMode.IDLE else None]
+    return [size for size in sizes if size >= 4] or sizes[-1:] if halves_batches(rig.backend) else sizes
+
+
+@contextmanager
+def _muted(children: dict[str, AttentionBackend]) -> Iterator[None]:
+    """Leave out what children do before the launch."""
+    for child in children.values():
+        child.init_forward_metadata_out_graph = lambda fb, in_capture=False: None
+    try:
+        yield
+    finally:
+        for child in children.values():
+            del child.init_forward_metadata_out_graph
 
 
 def _without(counts: Counts, dispatches: int, syncs: int) -> tuple[int, ...]:
@@ -292,7 +317,8 @@ def _without(counts: Counts, dispatches: int, syncs: int) -> tuple[int, ...]:
     return counts.dispatches - dispatches, counts.syncs - syncs, counts.triton, counts.graphs
 
 
-def _over_budget(arm: Arm, counts: Any, budget: int | None, fused_launches: int) -> Iterator[str]:
+def _over_budget(arm: Arm, counts: Counts, own: Counts, budget: int | None, fused_launches: int) -> Iterator[str]:
+    """own: what a wrapper does before and after its children, which may include splitting a batch on the host."""
     if arm.placement is Placement.GRAPH:
         if counts.dispatches or counts.launches or counts.syncs:
             yield f"the host still works at replay: {counts} ({arm})"
@@ -300,7 +326,8 @@ def _over_budget(arm: Arm, counts: Any, budget: int | None, fused_launches: int)
         if (counts.dispatches, counts.launches, counts.graphs, counts.syncs) != (0, 1, 1, 0):
             yield f"one graph launch and nothing else was due: {counts} ({arm})"
     elif arm.implementation is Implementation.FUSED:
-        if counts.launches > fused_launches or counts.dispatches > counts.views or counts.syncs:
+        beside = counts.dispatches - own.dispatches, counts.views - own.views, counts.syncs - own.syncs
+        if counts.launches > fused_launches or beside[0] > beside[1] or beside[2]:
             yield f"{fused_launches} launches and no other device work were due: {counts} ({arm})"
     elif budget is not None and counts.dispatches != budget:
         yield f"{counts.dispatches} dispatches, specified are {budget} ({arm})"

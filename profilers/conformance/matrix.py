@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
@@ -14,6 +15,12 @@ from ...backends.registry import lookup
 from ..measure import case_pools
 from ..sample import Case
 from .subject import Subject
+
+HAVE_METADATA = ("backend", "wrapper")
+"""Kinds in the registry that are rebuilt."""
+
+OF_A_COMPOSITION = {False: 2, True: 4}
+"""How many sizes each composition of a wrapper is looked at on, in full or not. Its children have been on all."""
 
 CHEAPEST = Arm(Implementation.ATEN, Placement.EAGER)
 
@@ -28,6 +35,7 @@ class Sizes:
         holes: some token slots are unassigned (-1).
         probe: also looked at by the checks that are not made everywhere.
         steps, thin, live: see `Subject`; `live` are its sizes.
+        options: of a wrapper, name and value: which backends it is made of.
     """
 
     page_size: int
@@ -45,6 +53,7 @@ class Sizes:
     steps: int | None = None
     thin: int = 1
     live: tuple[int, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
     def subject(self, backend: str, mode: ForwardMode, device: torch.device, arms: Sequence[Arm], seed: int) -> Subject:
         """A subject of these sizes.
@@ -73,8 +82,9 @@ class Sizes:
         if self.holes:
             pools = with_unassigned_slots(pools, seed)
         subject = Subject(
-            case, lookup(backend).load(), pools, self.buckets, device, tuple(arms),
+            case, lookup(backend, *HAVE_METADATA).load(), pools, self.buckets, device, tuple(arms),
             lens=self.lens, rows=self.rows, steps=self.steps, thin=self.thin, sizes=self.live,
+            extra=dict(self.options) or None,
         )  # fmt: skip
         subject.rig(CHEAPEST, buckets=[min(self.buckets)])
         return subject
@@ -137,14 +147,26 @@ def possible_sizes(
     """
     taken: dict[Sizes, int] = {}  # two may become the same: one that was switched, one without a window
     refused = []
-    for seed, wanted in enumerate(full_sizes(mode, device) if full else quick_sizes(mode)):
-        variants = _variants(wanted) if len(taken) < 2 else ()
+    for seed, wanted in enumerate(_wanted_sizes(backend, mode, device, full=full)):
+        alike = sum(size.options == wanted.options for size in taken)
+        variants = _variants(wanted) if alike < 2 else ()
         made, why = _first_possible((wanted, *variants), lambda s, n=seed: s.subject(backend, mode, device, arms, n))
         if made is None:
             refused.append(why)
         else:
             taken.setdefault(made, seed)
     return list(taken.items()), refused
+
+
+def _wanted_sizes(backend: str, mode: ForwardMode, device: torch.device, *, full: bool) -> Iterator[Sizes]:
+    compositions = lookup(backend, *HAVE_METADATA).compositions
+    sizes = full_sizes(mode, device) if full else quick_sizes(mode)
+    if not compositions:
+        yield from sizes
+    for size in islice(sizes, OF_A_COMPOSITION[full]) if compositions else ():
+        for options in compositions:
+            # No multiples of the draft steps: so many write slots could be those of all steps of fewer requests.
+            yield replace(size, buckets=(1, 4, 8) if full else (2, 5), options=tuple(options.items()))
 
 
 def _first_possible(sizes: Iterable[Sizes], subject_of: Callable[[Sizes], Subject]) -> tuple[Sizes | None, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...backends.base import AttentionBackend, AttentionConfig, NotCapturedError, tensors_of
+from ...backends.base import AttentionBackend, AttentionConfig, ConfigError, NotCapturedError, tensors_of
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
 from ..measure import case_pools
 from .findings import Note, Skip, check
@@ -80,6 +80,9 @@ def _with_children(value: Any, seen: set[int]) -> Any:
         return {k: _with_children(v, seen) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_with_children(v, seen) for v in value]
+    if type(value).__module__.startswith("attn_graph.") and hasattr(value, "__dict__") and id(value) not in seen:
+        seen.add(id(value))  # what a wrapper keeps for several children
+        return {k: _with_children(v, seen) for k, v in vars(value).items()}
     return value
 
 
@@ -179,9 +182,19 @@ def _each_mode(subject: Subject) -> list[Subject]:
     if case.draft_tokens == 0 and any(m.is_speculative for m in modes):
         case = replace(case, draft_tokens=2, draft_steps=2)
         pools = case_pools(case, subject.device)
-    return [
+    each = [
         subject.but(case=replace(case, mode=str(mode)), pools=pools, buckets=(max(subject.buckets),)) for mode in modes
     ]
+    return [s for s in each if _has_it(s)] if subject.extra else each
+
+
+def _has_it(subject: Subject) -> bool:
+    """Whether the children that a wrapper is made of serve the mode."""
+    try:
+        subject.rig(Arm(Implementation.ATEN, Placement.EAGER), buckets=[1])
+    except ConfigError:
+        return False
+    return True
 
 
 def _undocumented_sharing(rigs: list[Rig]) -> Iterator[str]:
@@ -222,9 +235,9 @@ def input_mutation(subject: Subject) -> Iterator[str]:
 
 @check("C22", "no two fields, and no field and input, share memory without saying so", everywhere=True)
 def alias_map(subject: Subject) -> Iterator[str]:
-    documented = subject.backend_class.allowances.aliases
     for arm in _one_of_each(subject):
         rig = subject.rig(arm, buckets=[max(subject.buckets)])
+        documented = rig.backend.allowances.aliases
         fields = tensors_of(rig.metadata(max(subject.buckets)))
         others = fields | rig.inputs()
         pairs = {frozenset((a, b)) for a in fields for b in others if a != b and overlap(fields[a], others[b])}

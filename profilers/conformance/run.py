@@ -16,7 +16,8 @@ from ...backends.registry import lookup
 from .faults import Fault, known_faults
 from .findings import CHECKS, Finding, judge
 from .interpreter import lighten
-from .matrix import Sizes, possible_sizes
+from .matrix import HAVE_METADATA, Sizes, possible_sizes
+from .runners import RunnerSubject
 from .subject import COMPARED
 from .workers import Died, done_by
 
@@ -131,11 +132,29 @@ class Part(_Piece):
     @property
     def title(self) -> str:
         s = self.size
-        return f"{', '.join(self.checks)} at P={s.page_size} C={s.max_context} B={'/'.join(map(str, s.buckets))}"
+        sizes = f"P={s.page_size} C={s.max_context} B={'/'.join(map(str, s.buckets))}"
+        return " ".join([", ".join(self.checks), "at", sizes, *(f"{name}={value}" for name, value in s.options)])
 
     def find(self, device: torch.device) -> Found:
         subject = self.size.subject(self.backend, self.mode, device, self.arms, self.seed)
         return Found(tuple(f for name in self.checks for f in judge(CHECKS[name], subject)))
+
+
+@dataclass(frozen=True, slots=True)
+class OfRunner(_Piece):
+    """Checks of a runner in a mode."""
+
+    checks: tuple[str, ...]
+
+    cost = 1.0
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.checks)
+
+    def find(self, device: torch.device) -> Found:
+        subject = RunnerSubject.of(self.backend, self.mode, device)
+        return Found(tuple(f for name in self.checks for f in judge(CHECKS[name], subject.but())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +205,7 @@ def verify(
     """Make every check that applies, and show that every known fault is caught.
 
     Args:
-        backends: registry names.
+        backends: registry names of backends, wrappers and runners.
         modes: modes to look at; a backend's own if None.
         device: where; kernels are interpreted on a CPU.
         full: every size instead of a small choice.
@@ -200,11 +219,17 @@ def verify(
     """
     wanted = tuple(checks) if checks is not None else (*in_order(CHECKS), "faults")
     asked = None if modes is None else set(modes)
-    rules = tuple(c for c in wanted if c in CHECKS)
+    rules = tuple(c for c in wanted if c in CHECKS and CHECKS[c].of == "rebuild")
+    of_runners = tuple(c for c in wanted if c in CHECKS and CHECKS[c].of == "runner")
     queue, rows = _Queue(), _Rows()
     for name in backends:
         of = {"backend": name, "device": str(device), "arms": tuple(arms)}
-        own = [ForwardMode(mode) for mode in lookup(name).modes]
+        info = lookup(name, *HAVE_METADATA, "runner")
+        own = [ForwardMode(mode) for mode in info.modes]
+        if info.kind == "runner":
+            if of_runners:
+                queue.add(OfRunner(mode=m, checks=of_runners, **of) for m in own if asked is None or m in asked)
+            continue
         if rules:
             queue.add(Plan(mode=m, full=full, checks=rules, **of) for m in own if asked is None or m in asked)
         for fault in known_faults(name) if any(c.startswith("fault") for c in wanted) else ():
@@ -225,7 +250,7 @@ def verify(
 
 
 def in_order(checks: Iterable[str]) -> list[str]:
-    """C1, C2, ... C10, ... L1, ..."""
+    """C1, C2, ... C10, ... L1, ... R1, ... V1."""
     return sorted(checks, key=lambda id: (id[0], int(id[1:])))
 
 

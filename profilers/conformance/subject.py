@@ -17,6 +17,7 @@ from ...backends.batch import BatchShape, LiveBatch, Pools, batch_sequence, idle
 from ...backends.modes import ARMS, Arm, ForwardMode, Implementation, Placement, TailPolicy
 from ...backends.oracle import Expected, HostPools
 from ...backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
+from ...backends.runners.tree import every
 from ..agreement import host_batch, host_pools
 from ..graphs import Graph, GraphFactory, RecordedGraph
 from ..measure import attention_config, batch_shape
@@ -30,6 +31,9 @@ peer's kernel is not ours to prove."""
 
 Word = tuple[dict[str, Expected], dict[str, OnDevice]]
 """What the oracle says of a batch, on the host and beside the metadata."""
+
+Tails = tuple[TailPolicy, ...]
+"""Of a backend and of those that it wraps."""
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -105,6 +109,7 @@ class Subject:
         parts += ["swa"] if c.swa else []
         parts += [f"N={c.draft_tokens} S={c.draft_steps} step={c.step_id}"] if c.draft_tokens else []
         parts += [f"K={c.topk}"] if c.topk > 1 else []
+        parts += [f"{name}={value}" for name, value in (self.extra or {}).items() if isinstance(value, str)]
         parts += [f"{str(self.lens)[6:]} lens, {str(self.rows)[6:]} rows, seed {c.seed}"]
         return " ".join(parts)
 
@@ -173,7 +178,7 @@ class Subject:
         tables = {name: t.clone() for name, t in tensors_of(self.pools).items()}
         history = []
         for number, live in enumerate(self.batches()):
-            words: dict[TailPolicy, Word] = {}
+            words: dict[Tails, Word] = {}
             for arm, rig in rigs.items():
                 if number % self._thinned(arm) == 0:
                     history.append(rig.observe(number, live, words))
@@ -267,7 +272,8 @@ class Rig:
     def poison(self, word: Word, salt: int) -> Poisoned:
         """Poison every bound cell that is no preset."""
         bound, spills = self.bound, frozenset()
-        if self.arm == Arm(Implementation.ATEN, Placement.EAGER):
+        classic = self.arm.implementation is Implementation.ATEN
+        if classic and (self.arm.placement is Placement.EAGER or children_of(self.backend)):
             spills = self.backend.allowances.spills
         unusable = {m.path for m in unfit(bound, word[0]) if m.kind == "shape"}
         return Poisoned(
@@ -288,13 +294,14 @@ class Rig:
         """Load, poison, rebuild, launch, compare."""
         return list(self.observe(salt, live, {}).mismatches)
 
-    def observe(self, number: int, live: LiveBatch, words: dict[TailPolicy, Word]) -> Replay:
+    def observe(self, number: int, live: LiveBatch, words: dict[Tails, Word]) -> Replay:
         """The same, and what else the replay did. `words` keeps the oracle's word for arms of the same tail policy."""
         with self.on_stream():
             step = self.load(live)
-            if self.backend.tail not in words:
-                words[self.backend.tail] = self.expected(step)
-            word, bucket = words[self.backend.tail], self.runner.bucket
+            tails = tuple(backend.tail for backend in every(self.backend))
+            if tails not in words:
+                words[tails] = self.expected(step)
+            word, bucket = words[tails], self.runner.bucket
             before = {name: t.clone() for name, t in tensors_of(vars(self.slots)).items()}
             unusable = unfit(self.bound, word[0])
             poisoned = self.poison(word, salt=number)
@@ -346,6 +353,19 @@ def changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor
     """Names of tensors that hold something else. Same names, shapes and dtypes in both."""
     differs = read_together([(t != after[name]).any() for name, t in before.items()])
     return [name for name, yes in zip(before, differs, strict=True) if yes]
+
+
+def children_of(backend: AttentionBackend) -> dict[str, AttentionBackend]:
+    """Backends that a backend holds, by attribute."""
+    found = {}
+    for name, value in vars(backend).items():
+        items = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        found |= {f"{name}.{key}": item for key, item in items if isinstance(item, AttentionBackend)}
+        if isinstance(value, AttentionBackend):
+            found[name] = value
+    return found
 
 
 def addresses(metadata: Any) -> dict[str, Address]:

@@ -80,7 +80,7 @@ def test_the_wrapper_itself_costs_nothing(mode):
     classic, eager, graph = (capture(HybridLinear, mode, ARMS[i]) for i in (0, 2, 3))
     full, padded = requests(classic, [33, 64, 5, 7]), requests(classic, [33, 64])
     info, halves = lookup("hybrid_linear", "wrapper"), [lookup(name).dispatches[str(mode)][0] for name in PAIRS[0]]
-    assert classic.counts(full).dispatches == sum(halves) == info.dispatches[str(mode)][0]
+    assert classic.counts(full).dispatches == sum(halves) and info.dispatches[str(mode)] == (0, 0)
     assert classic.counts(padded).dispatches == sum(halves) + 3
     assert classic.counts(idle_batch()).dispatches == sum(halves) + 1
     assert (eager.counts(padded).dispatches, eager.counts(padded).launches) == (

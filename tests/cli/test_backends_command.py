@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from attn_graph.backends.base import AttentionBackend
 from attn_graph.backends.registry import registered
 
 
@@ -15,7 +16,9 @@ def test_json_is_one_list_with_every_entry_of_the_registry(cli):
     assert list(listed) == list(registered())
     for name, info in registered().items():
         entry = listed[name]
-        assert set(entry) == {"name", "kind", "family", "pattern", "modes", "note", "dispatches"}
+        assert set(entry) == {
+            "name", "kind", "family", "pattern", "modes", "note", "dispatches", "host_work", "planners",
+        }  # fmt: skip
         assert (entry["kind"], entry["family"], entry["pattern"]) == (info.kind, info.family, info.pattern)
         assert entry["modes"] == list(info.modes)
         assert entry["kind"] in ("backend", "wrapper", "runner")
@@ -26,6 +29,21 @@ def test_trtllm_mha_lists_its_dispatch_counts_without_and_with_swa(cli):
     counts = next(entry for entry in entries if entry["name"] == "trtllm_mha")["dispatches"]
     assert counts["decode"] == {"no_swa": 16, "swa": 28}
     assert counts["target_verify"] == {"no_swa": 18, "swa": 30}
+
+
+def test_backends_with_host_work_in_fused_graph_say_why_and_they_are_those_that_plan():
+    for info in registered().values():
+        if info.kind != "backend":
+            continue
+        plans = info.load().plan is not AttentionBackend.plan
+        assert [bool(info.host_work_in(mode)) for mode in info.modes] == [plans] * len(info.modes), info.name
+
+
+def test_the_table_says_where_fused_graph_is_free_of_host_work(cli):
+    out = cli("backends", env={"COLUMNS": "120"}).out
+    assert "flashinfer: host work in fused-graph: the plan is made of host lengths" in out
+    assert "trtllm_mha: host work" not in out and "zero" in out
+    assert "flashmla: sgl_kernel.flash_mla.get_mla_metadata: compared by verify where it is installed" in out
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])
