@@ -19,7 +19,9 @@ def test_a_run_writes_both_tables_and_report_makes_them_again(cli, tmp_path):
     assert set(rows["observer"]) == {"none", "nvtx"}  # the control always runs
     assert set(rows["arm"]) == {"aten-eager", "body"} and set(rows["graph"]) == {"recorded"}
     assert (rows["n"] == 2).all() and (rows["bare_us"] > 0).all() and (rows["status"] == "ok").all()
-    assert set(fits["phase"]) == {"bare", "during", "after", "recaptured"} and (fits["per_node_us"] > 0).all()
+    assert set(fits["phase"]) == {"bare", "during", "after", "recaptured"}
+    straight = fits[fits["graph_branches"] == 1]  # from 1 to 500 nodes: no noise makes that slope negative
+    assert len(straight) == 8 and (straight["per_node_us"] > 0).all()
     assert "ns per node" in ended.out and "aten-eager" in ended.out and "ranges are idle" in ended.out
     assert (folder / "plots" / "observer.png").exists() and (folder / "report.html").exists()
 
