@@ -194,6 +194,11 @@ def _causes(outcomes: Sequence[Outcome]) -> list[str]:
     causes = dict.fromkeys(outcome.cause for outcome in outcomes if outcome.cause)
     lines = []
     for cause in causes:
+        if cause == "search":  # most of the space: names would say nothing
+            lines.append(
+                f"Out of {len(outcomes)}, {sum(o.cause == cause for o in outcomes)} were not tried: the search saw no promise in them"
+            )
+            continue
         out = [outcome for outcome in outcomes if outcome.cause == cause]
         names = "; ".join(str(outcome.candidate) for outcome in out[:MOST_NAMED])
         names += f"; and {len(out) - MOST_NAMED} more, see --out or --json" if len(out) > MOST_NAMED else ""
