@@ -195,9 +195,8 @@ def _causes(outcomes: Sequence[Outcome]) -> list[str]:
     lines = []
     for cause in causes:
         if cause == "search":  # most of the space: names would say nothing
-            lines.append(
-                f"Out of {len(outcomes)}, {sum(o.cause == cause for o in outcomes)} were not tried: the search saw no promise in them"
-            )
+            left = sum(outcome.cause == cause for outcome in outcomes)
+            lines.append(f"Out of {len(outcomes)}, {left} were not tried: the search saw no promise in them")
             continue
         out = [outcome for outcome in outcomes if outcome.cause == cause]
         names = "; ".join(str(outcome.candidate) for outcome in out[:MOST_NAMED])
