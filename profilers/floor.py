@@ -191,7 +191,9 @@ def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetad
         replace(d, early=0 if d.early else min(d.block, 64)),
         replace(d, programs_per_row=2 * k, block=max(d.block // 2, 32)),
         replace(d, programs_per_row=2 * k),
-        replace(d, programs_per_row=max(k // 2, 1), block=min(2 * d.block, most // rows)),
+        replace(
+            d, programs_per_row=max(k // 2, 1), block=min(2 * d.block, most // rows), num_warps=min(2 * d.num_warps, 8)
+        ),
         replace(d, block=max(d.block // 4, 32), num_warps=2),
         replace(d, num_warps=8 if d.num_warps < 8 else 4),
         replace(d, rows=2 * rows, block=max(min(d.block, most // (2 * rows)), 32), early=0),
