@@ -85,7 +85,7 @@ def judge(check: Check, subject: Subject) -> list[Finding]:
         if not problems:
             return [_finding(subject, check, "skip", str(reason))]
     except Exception as error:  # a rebuild that breaks down has not passed; what broke is the finding
-        problems.append(_raised(error))
+        problems.append(raised(error))
     if problems:
         return [_finding(subject, check, "fail", f"{problem} [{subject.title}]") for problem in problems]
     return [_finding(subject, check, "pass", "; ".join(notes))]
@@ -95,6 +95,7 @@ def _finding(subject: Subject, check: Check, status: str, detail: str) -> Findin
     return Finding(subject.case.backend, subject.case.mode, check.id, status, detail)
 
 
-def _raised(error: Exception) -> str:
+def raised(error: Exception) -> str:
+    """What broke down and where, in a line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (at {Path(frame.filename).name}:{frame.lineno})"

@@ -14,7 +14,7 @@ import torch
 from ...backends.modes import Arm, ForwardMode
 from ...backends.registry import lookup
 from .faults import Fault, known_faults
-from .findings import CHECKS, Finding, judge
+from .findings import CHECKS, Finding, judge, raised
 from .interpreter import lighten
 from .matrix import HAVE_METADATA, Sizes, possible_sizes
 from .runners import RunnerSubject
@@ -56,16 +56,27 @@ class _Piece:
         """What was being done, for the report of a process that died of it."""
         raise NotImplementedError
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Ids of the rows that it answers for."""
+        raise NotImplementedError
+
     def find(self, device: torch.device) -> Found:
         raise NotImplementedError
+
+    def _found(self, device: torch.device) -> Found:
+        try:
+            return self.find(device)
+        except Exception as error:  # what breaks down before its checks has not passed them; others go on
+            return Found(tuple(Finding(self.backend, str(self.mode), row, "fail", raised(error)) for row in self.rows))
 
     def run(self) -> tuple[Found, bool]:
         """What it finds; and whether this process can find more."""
         device = torch.device(self.device)
         if device.type == "cpu":
-            return self.find(device), True
+            return self._found(device), True
         torch.cuda.set_device(device)
-        found = self.find(device)
+        found = self._found(device)
         try:
             torch.cuda.synchronize(device)
         except RuntimeError:  # a kernel ran into memory that is not its own; so would all that come after it
@@ -84,6 +95,7 @@ class Plan(_Piece):
 
     cost = float("inf")
     title = "looking for sizes that it takes"
+    rows = ("sizes",)
 
     def find(self, device: torch.device) -> Found:
         taken, refused = possible_sizes(self.backend, self.mode, device, self.arms, full=self.full)
@@ -125,6 +137,10 @@ class Part(_Piece):
     seed: int
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        return self.checks
+
+    @property
     def cost(self) -> float:
         sequences = sum(self.size.buckets) * (12 if self.size.steps is None else self.size.steps)
         return sequences + sum(self.size.live) if CHECKS[self.checks[0]].everywhere else max(self.size.buckets)
@@ -149,6 +165,10 @@ class OfRunner(_Piece):
     cost = 1.0
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        return self.checks
+
+    @property
     def title(self) -> str:
         return ", ".join(self.checks)
 
@@ -166,8 +186,12 @@ class KnownFault(_Piece):
     cost = 0.0
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        return (f"fault:{self.fault}",)
+
+    @property
     def title(self) -> str:
-        return f"fault:{self.fault}"
+        return self.rows[0]
 
     def find(self, device: torch.device) -> Found:
         fault = next(f for f in known_faults(self.backend) if f.name == self.fault)

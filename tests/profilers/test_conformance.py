@@ -471,3 +471,15 @@ def test_failures_of_a_mode_are_told_and_passes_are_one_row(monkeypatch):
     assert {f.check for f in found if f.status == "fail"} == {"C16"}, "writing behind the view is allowed by name only"
     assert [f.status for f in found if f.check == "C17"] == ["pass"]
     assert all("outside the bound view" in f.detail for f in found if f.check == "C16")
+
+
+def test_what_breaks_down_before_any_check_is_a_failure_and_others_go_on(monkeypatch):
+    def fall(*args):
+        raise ZeroDivisionError("no state")
+
+    monkeypatch.setattr(TrtllmMhaBackend, "init_cuda_graph_state", fall)
+    found = list(verify(["trtllm_mha", "mamba"], [ForwardMode.DECODE], checks=["C22"], arms=ATEN))
+    assert [(f.backend, f.check, f.status) for f in found] == [
+        ("trtllm_mha", "sizes", "fail"), ("mamba", "sizes", "pass"), ("mamba", "C22", "pass"),
+    ]  # fmt: skip
+    assert "ZeroDivisionError: no state" in found[0].detail
