@@ -177,7 +177,8 @@ def _compile(bodies: list[Body], device: torch.device) -> None:
 
 
 def candidates(point: Point) -> list[DecodeMetadataConfig] | list[CsrConfig]:
-    """Settings to try at a point, the default first, then its neighbours: each changes one thing, or trades two."""
+    """Settings to try at a point, the default first, then its neighbours, each of which changes one thing or trades two,
+    and what suits short rows."""
     if point.kernel == CSR:
         return _list_candidates(csr_metadata.default_config(point.bs, point.max_context), point.max_context)
     columns = -(-point.max_context // point.page_size)
@@ -199,6 +200,9 @@ def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetad
         replace(d, rows=2 * rows, block=max(min(d.block, most // (2 * rows)), 32), early=0),
         replace(d, rows=1, block=min(d.block, 128), num_warps=4),
         DecodeMetadataConfig(1, 64, 1, 1, 32),
+        DecodeMetadataConfig(1, 64, 1),
+        DecodeMetadataConfig(1, 128, 4),
+        DecodeMetadataConfig(1, 128, 4, 1, 64),
     ]
     return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max(columns, 64)))
 

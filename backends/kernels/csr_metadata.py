@@ -46,7 +46,7 @@ class CsrConfig:
 
 FEWEST_TOKENS, MOST_TOKENS = 256, 2048
 """Tokens of a program's turn: eight a lane are on their way together, at most."""
-PROGRAMS = 512
+PROGRAMS = 1024
 """Programs for the lists of one launch: enough for one long request among short ones, few enough to start at once."""
 
 

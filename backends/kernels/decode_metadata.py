@@ -64,7 +64,7 @@ class DecodeMetadataConfig:
 FEWEST_COLUMNS, MOST_COLUMNS = 64, 1024
 """Columns of a program's turn: below, programs cost more than they bring; above, registers run out."""
 ROW_PROGRAMS = 256
-MOST_PROGRAMS = 512
+MOST_PROGRAMS = 256
 
 
 def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
@@ -75,14 +75,14 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     short batches more than they can bring long ones. Each takes a wide block rather than many turns, as loads of one
     turn are on their way together; more than four a lane, and the compiler no longer keeps them so. Reading before the
     lengths are known saves short rows part of a memory round trip and wastes lines that are not live: few rows can
-    afford it, with cold caches too.
+    afford it, with cold caches too. Many rows take eight warps for the sake of the one program that sums their lengths.
     """
     rows = min(4, _power_of_two_up_to(max(bs // ROW_PROGRAMS, 1)))
     programs = min(MOST_PROGRAMS, math.isqrt(2 * bs * max_seq_pages // 3))
     programs_per_row = min(_power_of_two_up_to(max(programs * rows // bs, 1)), -(-max_seq_pages // FEWEST_COLUMNS))
     share = -(-max_seq_pages // programs_per_row)
     block = min(max(1 << (share - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS // rows)
-    warps = 1 if block * rows <= 64 else 8 if block * rows == MOST_COLUMNS else 4
+    warps = 1 if block * rows <= 64 else 8 if block * rows == MOST_COLUMNS or bs > SCAN_BLOCK // 2 else 4
     return DecodeMetadataConfig(programs_per_row, block, warps, rows, min(block, 64) if bs <= 16 else 0)
 
 
