@@ -52,11 +52,11 @@ def upload(
     """Put a live batch on the device. lens, rows: dtypes of seq_lens and req_pool_indices, int32 or int64."""
     mirror = torch.from_numpy(live.seq_lens).to(lens)
     accepted = live.num_accept_tokens
-    there = lambda x: None if x is None else torch.from_numpy(x).to(device)  # noqa: E731
+    there = lambda x: None if x is None else torch.from_numpy(x).to(device, non_blocking=True)  # noqa: E731
     return StepInputs(
         mode=live.mode,
-        req_pool_indices=torch.from_numpy(live.req_pool_indices).to(device, rows),
-        seq_lens=mirror.to(device, copy=True),
+        req_pool_indices=torch.from_numpy(live.req_pool_indices).to(device, rows, non_blocking=True),
+        seq_lens=mirror.to(device, copy=True, non_blocking=True),
         seq_lens_cpu=mirror,
         out_cache_loc=there(live.out_cache_loc),
         positions=there(live.positions),

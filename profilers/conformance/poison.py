@@ -74,12 +74,11 @@ class OnDevice:
     @staticmethod
     def of(expected: Expected, device: torch.device) -> OnDevice:
         written, live = torch.from_numpy(expected.written), torch.from_numpy(expected.live)
-        return OnDevice(
-            bits(torch.from_numpy(expected.values).to(device)),
-            written.to(device),
-            (written | live).to(device),
-            not expected.written.any(),
+        # The driver has taken pageable memory when the call returns; a blocking copy would wait for the device too.
+        values, made, held = (
+            t.to(device, non_blocking=True) for t in (torch.from_numpy(expected.values), written, written | live)
         )
+        return OnDevice(bits(values), made, held, not expected.written.any())
 
 
 @dataclass(slots=True)
