@@ -393,6 +393,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         compositions=(
             {"decode": "triton", "prefill": "flashattention"},
             {"decode": "trtllm_mha", "prefill": "flashinfer", "speculative_attention_mode": "decode"},
+            {"decode": "triton", "prefill": "flashinfer", "dllm": "yes"},
         ),
     ),
     BackendInfo(

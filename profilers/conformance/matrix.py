@@ -163,7 +163,8 @@ def _wanted_sizes(backend: str, mode: ForwardMode, device: torch.device, *, full
     sizes = full_sizes(mode, device) if full else quick_sizes(mode)
     if not compositions:
         yield from sizes
-    for size in islice(sizes, OF_A_COMPOSITION[full]) if compositions else ():
+    for number, size in enumerate(islice(sizes, OF_A_COMPOSITION[full]) if compositions else ()):
+        size = replace(size, probe=number == 0)
         for options in compositions:
             # No multiples of the draft steps: so many write slots could be those of all steps of fewer requests.
             yield replace(size, buckets=(1, 4, 8) if full else (2, 5), options=tuple(options.items()))
