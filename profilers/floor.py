@@ -177,8 +177,8 @@ def _compile(bodies: list[Body], device: torch.device) -> None:
 
 
 def candidates(point: Point) -> list[DecodeMetadataConfig] | list[CsrConfig]:
-    """Settings to try at a point, the default first, then its neighbours, each of which changes one thing or trades two,
-    and what suits short rows."""
+    """Settings to try at a point: the default first, its neighbours, each of which changes one thing or trades two, and
+    what suits short rows."""
     if point.kernel == CSR:
         return _list_candidates(csr_metadata.default_config(point.bs, point.max_context), point.max_context)
     columns = -(-point.max_context // point.page_size)

@@ -15,6 +15,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before anything imports one
+    from attn_graph.profilers.conformance.interpreter import lighten
+
+    lighten()
 torch.set_num_threads(1)
 
 
