@@ -151,7 +151,8 @@ def save_plots(folder: Path) -> list[PlotResult]:
     try:
         (tables.folder / FOLDER).mkdir(exist_ok=True)
         with matplotlib.rc_context(STYLE):
-            return [_save(plot, tables) for plot in (OBSERVER_PLOTS if observed else PLOTS)]
+            plots = OBSERVER_PLOTS if observed else PLOTS
+            return [_save(plot, tables) for plot in plots if not plot.table or (tables.folder / plot.table).is_file()]
     except OSError as error:
         raise ResultsError(f"cannot write plots to {tables.folder / FOLDER}: {error.strerror}") from error
 
@@ -388,12 +389,17 @@ def observer_effect(tables: RunTables) -> tuple[Figure, str]:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot, and what a reader needs to be told about it."""
+    """A plot, and what a reader needs to be told about it.
+
+    Attributes:
+        table: file that only runs which asked for it have; the others do without the plot, and without a word.
+    """
 
     name: str
     title: str
     draw: Callable[[RunTables], tuple[Figure, str]]
     how_to_read: str
+    table: str = ""
 
 
 PLOTS = (
@@ -428,6 +434,7 @@ PLOTS = (
         "Lines: the slowest of N ranks, from resampled launch ends; solid as if every rank jittered by itself, dotted "
         "with what moves all ranks of a step together taken out. The truth lies between them as far as delays were "
         "sampled; a p99 that goes flat has met the largest delay that was measured.",
+        table="predict.csv",
     ),
     Plot(
         "dose_response",
@@ -435,6 +442,7 @@ PLOTS = (
         dose_response,
         "A known delay is added to one rank's launch. If the ruler is right, the other ranks wait longer by just that: "
         "the dots lie on the dashed line, and the slope is 1.",
+        table="inject.csv",
     ),
     Plot(
         "timeline",
@@ -476,17 +484,10 @@ OBSERVER_PLOTS = (
 
 
 def _side_table(tables: RunTables, name: str) -> pd.DataFrame:
-    """One of the small tables that `profilers.waits` writes beside a run.
-
-    Raises:
-        NothingToPlot: the run has none.
-    """
+    """One of the small tables that `profilers.waits` writes beside a run."""
     import pandas as pd
 
-    path = tables.folder / name
-    if not path.is_file():
-        raise NothingToPlot(f"{name}: not recorded in this run")
-    return pd.read_csv(path)
+    return pd.read_csv(tables.folder / name)
 
 
 def _figure(width: float, height: float) -> Figure:

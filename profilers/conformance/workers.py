@@ -17,7 +17,7 @@ class Task(Protocol):
     def run(self) -> tuple[Any, bool]: ...
 
 
-class Died(Exception):
+class Died:
     """The process that did a task ended without an answer."""
 
 

@@ -82,7 +82,7 @@ def test_the_page_opens_offline(run):
     write_report(run, save_plots(run))
     html = (run / "report.html").read_text(encoding="utf-8")
     links = Page(html).links
-    assert len(links) == 4  # a picture for each plot that could be drawn
+    assert len(links) == 5  # a picture for each plot that could be drawn
     assert all(link.startswith("data:image/png;base64,iVBOR") for link in links)
     assert not re.search(r"https?://|url\(|@import|<script", html)
 
