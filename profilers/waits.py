@@ -25,6 +25,9 @@ WAIT, PREDICT, INJECT = "wait.csv", "predict.csv", "inject.csv"
 LONGEST = "longest"
 """Instead of a rank: of each step the wait of the rank that waited longest, which came first."""
 
+CALIBRATED = "calibrated"
+"""Model of a prediction that knows how far behind its launch's end each rank's device comes."""
+
 _UNWATCHED = "none"
 _RESAMPLES = 500
 
@@ -55,8 +58,8 @@ def write_waits(folder: Path, rank_counts: Sequence[int] = ()) -> list[Path]:
 def wait_rows(samples: pd.DataFrame) -> Iterator[dict]:
     """Of each case, arm and source: a row for every rank, and one for the longest wait of each step.
 
-    `excess_*`: beyond what the exchange takes without skew; predicted waits have no exchange in them. `last_share`: in
-    how many of the steps the rank came last. `culprit`: whether that recurs, or rotates as by chance.
+    `excess_*`: beyond what the exchange itself takes; predicted waits have no exchange in them. `last_share`: in how
+    many of the steps the rank came last. `culprit`: whether that recurs, or rotates as by chance.
     """
     for case, arm, rows in _arms(samples):
         skews = _values(rows, "launch_skew_us")
@@ -64,7 +67,7 @@ def wait_rows(samples: pd.DataFrame) -> Iterator[dict]:
             waits = _by_step(rows, "first_wait_us", source)
             if waits.shape[1] < 2:
                 continue
-            exchange = float(np.median(_values(rows, "exchange_us"))) if source == MEASURED else 0.0
+            exchange = exchange_us(waits) if source == MEASURED else 0.0
             found = analyse_collectives(waits)
             # Equal waits are nobody's: a step without skew has no last rank.
             habit = f"rank {found.late_rank} recurs" if found.recurring else "rotates"
@@ -82,10 +85,11 @@ def wait_rows(samples: pd.DataFrame) -> Iterator[dict]:
 def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iterator[dict]:
     """Of each arm: the longest first wait of a step by number of ranks, measured, predicted and extrapolated.
 
-    ``measured``: on the device, less the exchange. ``predicted``: from the launch ends of the same ranks and steps.
+    All are less the exchange. ``measured``: on the device. ``predicted``: from the launch ends of the same ranks and
+    steps, as they are, and (model ``calibrated``) with each rank's `device_delays_us` as the other arms show it.
     ``extrapolated``: launch ends of `basis_ranks` ranks resampled to `n_ranks`, by both models of `extrapolate`; from
-    one rank only independent jitter can be drawn. Where `n_ranks` was measured too, `error_*_us` and `error_*` say how
-    far a row is from that, in us and as a share.
+    one rank only independent jitter can be drawn. Where `n_ranks` was measured too, `error_*_us` says how far a row is
+    from that, and `error_*` the same as a share of the measured wait, its exchange included.
     """
     groups: dict[tuple[str, str], list[tuple[Case, pd.DataFrame]]] = {}
     for case, arm, rows in _arms(samples):
@@ -94,17 +98,51 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
         counts = sorted({*rank_counts, *(case.tp for case, _ in runs if case.tp > 1)})
         found = {row["n_ranks"]: row for case, rows in runs for row in _measured_row(case, arm, rows)}
         yield from found.values()
+        others_delays = {case: _delays_of_others(samples, case, arm) for case, _ in runs if case.tp > 1}
         for case, rows in runs:
             ends = _by_step(rows, "launch_end_us", MEASURED)
             if len(ends) < 2:
                 continue
             if case.tp > 1:
-                yield _against(_row(case, arm, case.tp, case.tp, "", PREDICTED, skew(ends)), found.get(case.tp))
+                delays = others_delays[case]
+                arrivals = {"": ends} if delays is None else {"": ends, CALIBRATED: ends + delays}
+                for model, arrived in arrivals.items():
+                    row = _row(case, arm, case.tp, case.tp, model, PREDICTED, skew(arrived))
+                    yield _against(row, found.get(case.tp))
             models = MODELS if case.tp > 1 else (INDEPENDENT,)
             others = [n for n in counts if n in rank_counts or n != case.tp]
             for e in _extrapolations(ends, [(n, model) for n in others for model in models]):
                 row = _row_of(case, arm, e.n_ranks, case.tp, e.model, e.source, len(ends), e)
                 yield _against(row, found.get(e.n_ranks))
+
+
+def exchange_us(waits: np.ndarray) -> float:
+    """What the exchange itself takes: the last rank to come waits for nobody. waits: [steps, ranks]."""
+    return float(np.median(waits.min(axis=1)))
+
+
+def device_delays_us(ends: np.ndarray, waits: np.ndarray) -> np.ndarray:
+    """[ranks], how much later than its launch's end each rank's device arrives, beyond the mean of the ranks.
+
+    A launch call returns some time after the device was told, and on a slow core later; GPUs differ too. Who waits
+    longer came earlier by that much, so waits give the differences of arrivals, to compare with those of the ends.
+
+    Args:
+        ends, waits: [steps, ranks], of the same steps.
+    """
+    arrivals, ends = -waits, np.asarray(ends)
+    apart = arrivals - arrivals.mean(axis=1, keepdims=True) - (ends - ends.mean(axis=1, keepdims=True))
+    return np.median(apart, axis=0)
+
+
+def _delays_of_others(samples: pd.DataFrame, case: Case, arm: str) -> np.ndarray | None:
+    """[1, ranks], mean of `device_delays_us` over the other arms of a case; None without any."""
+    found = []
+    for other_case, other, rows in _arms(samples):
+        ends, waits = _by_step(rows, "launch_end_us", MEASURED), _by_step(rows, "first_wait_us", MEASURED)
+        if other_case == case and other != arm and ends.shape == waits.shape and len(ends) > 1:
+            found.append(device_delays_us(ends, waits))
+    return np.mean(found, axis=0, keepdims=True) if found else None
 
 
 def _extrapolations(ends: np.ndarray, wanted: list[tuple[int, str]]) -> list[Extrapolation]:
@@ -162,8 +200,9 @@ def _dose_rows(
 def _measured_row(case: Case, arm: str, rows: pd.DataFrame) -> Iterator[dict]:
     waits = _by_step(rows, "first_wait_us", MEASURED)
     if case.tp > 1 and len(waits) >= 2:
-        beyond = waits.max(axis=1) - np.median(_values(rows, "exchange_us"))
-        yield _against(_row(case, arm, case.tp, case.tp, "", MEASURED, beyond), None)
+        exchange = exchange_us(waits)
+        row = _row(case, arm, case.tp, case.tp, "", MEASURED, waits.max(axis=1) - exchange)
+        yield _against(row | {"exchange_us": exchange}, None)
 
 
 def _row(case: Case, arm: str, n: int, basis: int, model: str, source: str, longest: np.ndarray) -> dict:
@@ -174,7 +213,7 @@ def _row_of(case: Case, arm: str, n: int, basis: int, model: str, source: str, s
     names = ("p50_us", "p50_low_us", "p50_high_us", "p99_us", "p99_low_us", "p99_high_us")
     return {
         **asdict(replace(case, tp=n)), "arm": arm, "n_ranks": n, "basis_ranks": basis, "model": model,
-        "source": source, "steps": steps, **{name: getattr(figures, name) for name in names},
+        "source": source, "steps": steps, "exchange_us": None, **{name: getattr(figures, name) for name in names},
     }  # fmt: skip
 
 
@@ -205,7 +244,8 @@ def _against(row: dict, measured: dict | None) -> dict:
     for name in ("p50", "p99"):
         truth = None if measured is None else measured[f"{name}_us"]
         error = None if truth is None else row[f"{name}_us"] - truth
-        row |= {f"error_{name}_us": error, f"error_{name}": error / truth if truth and truth > 0 else None}
+        share = None if truth is None else error / (truth + measured["exchange_us"])
+        row |= {f"error_{name}_us": error, f"error_{name}": share}
     return row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,14 @@ EXCHANGE_US = 3.4
 CASE = Case("trtllm_mha", "decode", 64, 64, "8192", 64, 131072, True)
 
 
-def rank_times(ends_us: np.ndarray, injection: Injection | None = None, gain: float = 1.0) -> list[ArmTimes]:
-    """Of each rank, from [steps, ranks] launch ends. `gain`: how much of an injected delay reaches the others."""
+def rank_times(
+    ends_us: np.ndarray, injection: Injection | None = None, gain: float = 1.0, device_delays_us: Sequence[float] = (0,)
+) -> list[ArmTimes]:
+    """Of each rank, from [steps, ranks] launch ends.
+
+    gain: how much of an injected delay reaches the others. device_delays_us: how far behind its launch each rank's
+    device comes.
+    """
     ends, (steps, ranks) = ends_us.copy(), ends_us.shape
     dose = np.full(ends.shape, np.nan)
     for step, rank in np.ndindex(steps, ranks):
@@ -25,7 +32,8 @@ def rank_times(ends_us: np.ndarray, injection: Injection | None = None, gain: fl
         if delay is not None:
             dose[step, rank] = delay
             ends[step, rank] += gain * delay
-    waits = ends.max(axis=1, keepdims=True) - ends + EXCHANGE_US
+    arrivals = ends + np.array(device_delays_us)
+    waits = arrivals.max(axis=1, keepdims=True) - arrivals + EXCHANGE_US
     quiet, alone = ("",) * steps, ranks == 1
     return [
         ArmTimes(
@@ -38,12 +46,16 @@ def rank_times(ends_us: np.ndarray, injection: Injection | None = None, gain: fl
 
 
 def write_run(
-    folder: Path, by_tp: dict[int, dict[str, np.ndarray]], injection: Injection | None = None, gain: float = 1.0
+    folder: Path,
+    by_tp: dict[int, dict[str, np.ndarray]],
+    injection: Injection | None = None,
+    gain: float = 1.0,
+    device_delays_us: Sequence[float] = (0,),
 ) -> Path:
     """A folder with a case for each rank count: arm -> [steps, ranks] launch ends."""
     with RunWriter(folder, Environment(["made", "up"], "2026-01-01")) as writer:
         for tp, arms in by_tp.items():
-            times = {arm: rank_times(ends, injection, gain) for arm, ends in arms.items()}
+            times = {arm: rank_times(ends, injection, gain, device_delays_us) for arm, ends in arms.items()}
             exchange = np.full(20, EXCHANGE_US if tp > 1 else np.nan)[: 20 * (tp > 1)]
             ranks = {
                 r: RankMeasurement(
