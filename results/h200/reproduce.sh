@@ -14,8 +14,8 @@ $AG bench --mode all --bs 64 --swa --tp 1 --steps 100 --arm aten-eager,aten-grap
 $AG bench --backend all --bs 1,8,64,256 --tp 1 --steps 60 --max-context 32768 \
     --arm aten-eager,aten-graph,fused-eager,fused-graph --out "$OUT/backends"
 $AG tune --time-budget 60 --out "$OUT/tune.csv" > "$OUT/tune.txt"
-$AG verify --backend trtllm_mha --full --json > "$OUT/verify.json"
-$AG verify --json > "$OUT/verify_all.json"
+$AG verify --backend trtllm_mha --full --out "$OUT/verify.csv"
+$AG verify --out "$OUT/verify_all.csv"
 peers=()
 for peer in "$@"; do peers+=(--peer "$peer"); done
 $AG perf "${peers[@]}" --out "$OUT" > "$OUT/floor.txt"
