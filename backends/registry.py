@@ -6,6 +6,7 @@ Third parties add theirs with an entry point in the group ``attn_graph.backends`
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -472,8 +473,14 @@ def lookup(name: str, *kinds: str) -> BackendInfo:
     kinds = kinds or ("backend",)
     known = [info.name for info in registered().values() if info.kind in kinds]
     if name not in known:
-        raise UnknownName(unknown_message(" or ".join(kinds), name, known))
+        raise UnknownName(unknown_message(_any_of(kinds), name, known))
     return registered()[name]
+
+
+def _any_of(kinds: Sequence[str]) -> str:
+    """``backend, wrapper or runner``."""
+    *others, last = kinds
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def unknown_message(what: str, name: str, known: list[str]) -> str:

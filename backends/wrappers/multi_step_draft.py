@@ -174,6 +174,14 @@ class MultiStepDraft(Forwarding):
             for follower in self._followers:
                 getattr(follower, name)(*args, **kwargs)
 
+    def forwarding(self, fb: ForwardBatch, hook: str) -> dict[str, int]:
+        """How often each child must see a hook at capture, by attribute. A follower has nothing to prepare, its tensors
+        are inner 0's; but what its own attention calls fill in a warm-up it must forget."""
+        told = {f"_inners.{i}": 1 for i in range(len(self._inners))}
+        if hook == "on_after_cuda_graph_warmup":
+            told |= {f"_followers.{i}": 1 for i in range(len(self._followers))}
+        return told
+
     def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
         key = (fb.forward_mode, fb.batch_size)
         if in_capture:

@@ -155,7 +155,7 @@ def test_an_interrupt_keeps_what_is_known_and_leaves_no_process_behind(tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--backend", "trtllm_mah"), "unknown backend 'trtllm_mah'. Known: "),
+        (("--backend", "trtllm_mah"), "unknown backend, wrapper or runner 'trtllm_mah'. Known: "),
         (("--backend", "trtllm_mha", "--mode", "decod"), "unknown mode for trtllm_mha 'decod'. Known: "),
         (("--backend", "trtllm_mha", "--check", "C33"), "unknown check 'C33'. Known: "),
         (("--backend", "trtllm_mha", "--check", "fault:nothing"), "nothing was checked: no such fault"),

@@ -11,6 +11,8 @@ from attn_graph.backends.base import Allowances, ConfigError
 from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.oracle import Expected
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
+from attn_graph.backends.wrappers.forwarding import Forwarding
+from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
 from attn_graph.profilers.conformance import CHECKS, Note, Skip, Subject, judge, verify
 from attn_graph.profilers.conformance.faults import known_faults
 from attn_graph.profilers.conformance.findings import Check
@@ -125,6 +127,23 @@ def test_c13_every_hook_of_a_wrapper_reaches_the_right_child(wrapper, message):
         assert found[0].status == "pass" and found[0].detail == "3 hooks, 2 children"
     else:
         assert found[0].status == "fail" and message in found[0].detail
+
+
+class ForgetsFollowers(MultiStepDraft):
+    """Steps that read another's tensors are told nothing, although their own attention fills schedules of theirs."""
+
+    forward_hook = Forwarding.forward_hook
+
+
+def test_c13_a_step_that_reads_anothers_tensors_is_told_of_warm_ups_and_has_nothing_to_prepare():
+    sizes = Sizes(256, 1300, (2,), swa=True, options=(("inner", "deepseek_v4"),))
+    on = sizes.subject("multi_step_draft", ForwardMode.DRAFT_DECODE, DEVICE, ATEN, seed=0)
+    assert status("C13", on) == "pass"
+    (found,) = judge(CHECKS["C13"], on.but(backend_class=ForgetsFollowers))
+    assert (
+        "on_after_cuda_graph_warmup reached {'_inners.0': 1}, wanted {'_inners.0': 1, '_followers.0': 1}"
+        in found.detail
+    )
 
 
 def test_c13_finds_hooks_and_children_by_inspection():
