@@ -178,7 +178,7 @@ def _compile(bodies: list[Body], device: torch.device) -> None:
 
 def candidates(point: Point) -> list[DecodeMetadataConfig] | list[CsrConfig]:
     """Settings to try at a point: the default first, its neighbours, each of which changes one thing or trades two, and
-    what suits short rows."""
+    what suits short rows and unlike ones."""
     if point.kernel == CSR:
         return _list_candidates(csr_metadata.default_config(point.bs, point.max_context), point.max_context)
     columns = -(-point.max_context // point.page_size)
@@ -203,6 +203,10 @@ def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetad
         DecodeMetadataConfig(1, 64, 1),
         DecodeMetadataConfig(1, 128, 4),
         DecodeMetadataConfig(1, 128, 4, 1, 64),
+        DecodeMetadataConfig(8, 256, 2),
+        DecodeMetadataConfig(16, 128, 1),
+        DecodeMetadataConfig(16, 128, 4, 2),
+        DecodeMetadataConfig(32, 64, 2, 4),
     ]
     return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max(columns, 64)))
 

@@ -63,6 +63,8 @@ class DecodeMetadataConfig:
 
 FEWEST_COLUMNS, MOST_COLUMNS = 64, 1024
 """Columns of a program's turn: below, programs cost more than they bring; above, registers run out."""
+EARLY_TABLE = 4096
+"""Columns of the widest table that is read before the lengths are known."""
 ROW_PROGRAMS = 256
 MOST_PROGRAMS = 256
 
@@ -73,9 +75,10 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     A program costs 0.6 to 1.7 ns on an H200 whether it has work or not, and a multiprocessor looks up one table line a
     cycle, so a full table is done soonest by about sqrt(cells * 2 / 3) programs; more than MOST_PROGRAMS would cost
     short batches more than they can bring long ones. Each takes a wide block rather than many turns, as loads of one
-    turn are on their way together; more than four a lane, and the compiler no longer keeps them so. Reading before the
-    lengths are known saves short rows part of a memory round trip and wastes lines that are not live: few rows can
-    afford it, with cold caches too. Many rows take eight warps for the sake of the one program that sums their lengths.
+    turn are on their way together; more than four a lane, and the compiler no longer keeps them so. Many rows take
+    eight warps for the sake of the one program that sums their lengths. Reading before the lengths are known saves
+    short rows part of a memory round trip and wastes lines that are not live: few rows of a narrow table can afford
+    it, with cold caches too.
     """
     rows = min(4, _power_of_two_up_to(max(bs // ROW_PROGRAMS, 1)))
     programs = min(MOST_PROGRAMS, math.isqrt(2 * bs * max_seq_pages // 3))
@@ -83,7 +86,8 @@ def default_config(bs: int, max_seq_pages: int) -> DecodeMetadataConfig:
     share = -(-max_seq_pages // programs_per_row)
     block = min(max(1 << (share - 1).bit_length(), FEWEST_COLUMNS), MOST_COLUMNS // rows)
     warps = 1 if block * rows <= 64 else 8 if block * rows == MOST_COLUMNS or bs > SCAN_BLOCK // 2 else 4
-    return DecodeMetadataConfig(programs_per_row, block, warps, rows, min(block, 64) if bs <= 16 else 0)
+    early = min(block, 64) if bs <= 16 and max_seq_pages <= EARLY_TABLE else 0
+    return DecodeMetadataConfig(programs_per_row, block, warps, rows, early)
 
 
 def _power_of_two_up_to(n: int) -> int:
