@@ -151,9 +151,14 @@ def summary(rows: list[FloorRow]) -> list[str]:
         worst = max(floors, key=floors.get)
         lines.append(
             f"{title}: {floors[worst]:.2f}x the floor at most, at {_named(worst)}; "
-            f"{len(beyond)} of {len(floors)} points above {FLOOR_LIMIT}"
+            f"{len(beyond)} of {len(floors)} points above {FLOOR_LIMIT}, "
+            f"{_unexplained(points)} of them also with the start of their programs in it"
         )
     return lines
+
+
+def _unexplained(points: dict[tuple, list[FloorRow]]) -> int:
+    return sum(at[0].ours_us > FLOOR_LIMIT * (at[0].floor_us + max(at[0].start_us, 0)) for at in points.values())
 
 
 def _named(point: tuple) -> str:

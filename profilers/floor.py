@@ -82,7 +82,11 @@ POINTS = (
 
 @dataclass(frozen=True, slots=True)
 class FloorRow:
-    """One point, cache state, setting and peer. Times are medians in us; `peer` is blank where none is at hand."""
+    """One point, cache state, setting and peer. Times are medians in us; `peer` is blank where none is at hand.
+
+    `start_us`: what it costs to start as many programs as ours has, with nothing in them, beyond starting one. It is
+    not in the floor: a chain of loads needs one program.
+    """
 
     kernel: str
     bs: int
@@ -97,6 +101,7 @@ class FloorRow:
     floor_us: float
     config: str
     setting: str
+    start_us: float
 
 
 def measure(points: Iterable[Point], peers: Iterable[Path], device: torch.device) -> Iterator[FloorRow]:
@@ -130,9 +135,11 @@ def _rows(
     for other in (*(bodies[c] for c in others), *theirs.values()):
         inputs.check_equal(bodies[default], other)
     best = _best(bodies, timer, device)
-    arms: dict[str, Body] = {"default": bodies[default], "chain": inputs.chain(), **theirs}
+    arms: dict[Any, Body] = {"default": bodies[default], "chain": inputs.chain(), "one": _idle(1), **theirs}
     if best != default:
         arms["tuned"] = bodies[best]
+    starts = {config: ("start", config.num_warps, inputs.programs(config)) for config in (default, best)}
+    arms |= {name: _idle(name[2], name[1]) for name in starts.values()}
     for cold in (False, True):
         times = interleaved_us(arms, device=device, cold=cold, repeats=REPEATS, timer=timer)
         mid = {name: median(values) for name, values in times.items()}
@@ -145,6 +152,7 @@ def _rows(
                     "cold" if cold else "hot", round(ours, 3), peers[name].release if name else "",
                     round(mid[name], 3) if name else None, round(floor, 3),
                     " ".join(f"{k}={v}" for k, v in config.as_dict().items()), setting,
+                    round(mid[starts[config]] - mid["one"], 3),
                 )  # fmt: skip
 
 
@@ -241,6 +249,8 @@ class _Inputs(Protocol):
 
     def ours(self, config: Any) -> Body: ...
 
+    def programs(self, config: Any) -> int: ...
+
     def peer(self, peer: Peer) -> Body: ...
 
     def chain(self) -> Body: ...
@@ -311,6 +321,9 @@ class _PageTables(_Tables):
     def ours(self, config: DecodeMetadataConfig) -> Body:
         return _call(update_decode_metadata, self._arguments() | {"config": config})
 
+    def programs(self, config: DecodeMetadataConfig) -> int:
+        return decode_metadata.programs(config, self.point.bs, self.point.bs if self.point.swa else 0)
+
     def peer(self, peer: Peer) -> Body:
         return _call(peer.update, self._arguments())
 
@@ -356,6 +369,9 @@ class _IndexLists(_Tables):
         body.arguments = arguments
         return body
 
+    def programs(self, config: CsrConfig) -> int:
+        return 1 + self.point.bs * config.programs_per_row
+
     def peer(self, peer: Peer) -> Body:
         return _call(peer.update, self._arguments())
 
@@ -374,6 +390,15 @@ def _call(function: Callable[..., None], arguments: dict) -> Body:
 
     body.arguments = arguments
     return body
+
+
+def _idle(programs: int, num_warps: int = 1) -> Body:
+    return lambda: launch(_idle_kernel, (programs,), (), {"num_warps": num_warps})
+
+
+@triton.jit
+def _idle_kernel():
+    pass
 
 
 @triton.jit

@@ -386,8 +386,12 @@ def _launch_of(
         "SLOTS": SLOT_BLOCK,
         "num_warps": config.num_warps,
     }
-    groups = -(-bs // config.rows)
-    return (1 + slot_programs + groups * config.programs_per_row,), args, options
+    return (programs(config, bs, n_out),), args, options
+
+
+def programs(config: DecodeMetadataConfig, bs: int, n_slots: int) -> int:
+    """Programs of one launch for bs rows and n_slots sliding-window write slots."""
+    return 1 - (-n_slots // SLOT_BLOCK) - (-bs // config.rows) * config.programs_per_row
 
 
 def _check_vector(name: str, x: torch.Tensor, least: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -13,7 +13,7 @@ from attn_graph.profilers.launch_cost import LaunchRow
 from conftest import HAS_GPU
 from typer.testing import CliRunner
 
-SLOW = FloorRow("decode_metadata", 1, "128", 64, 1024, False, "hot", 2.0, "old", 8.0, 1.0, "block=64", "default")
+SLOW = FloorRow("decode_metadata", 1, "128", 64, 1024, False, "hot", 2.0, "old", 8.0, 1.0, "block=64", "default", 0.7)
 ROWS = [
     SLOW,
     replace(SLOW, peer="new", peer_us=1.0),
@@ -27,12 +27,17 @@ def test_the_summary_names_the_worst_point_of_each_peer_and_of_the_faster_one():
     assert "2.45x over old, least 1.50x at bs 2 context 128 page 64 max 1024" in text
     assert "1.41x over new, least 0.50x at bs 1" in text
     assert "0.87x over the faster peer, least 0.50x at bs 1" in text
-    assert "2.00x the floor at most, at bs 1 context 128 page 64 max 1024; 1 of 2 points above 1.25" in text
+    assert (
+        "2.00x the floor at most, at bs 1 context 128 page 64 max 1024; 1 of 2 points above 1.25, 0 of them also with"
+        in text
+    )
 
 
 def test_a_run_without_peers_still_says_how_far_the_floor_is():
     (line,) = perf.summary([replace(SLOW, peer="", peer_us=None)])
     assert "2.00x the floor" in line
+    (line,) = perf.summary([replace(SLOW, peer="", peer_us=None, start_us=0.5)])
+    assert "1 of 1 points above 1.25, 1 of them also with the start of their programs in it" in line
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_graph.backends.kernels import launch as launch_module
 from attn_graph.profilers import floor
 from attn_graph.profilers.floor import CSR, DECODE, POINTS, Point, candidates
 
@@ -45,6 +46,18 @@ def test_a_result_that_differs_in_a_live_cell_is_not_timed(point, field):
     other.arguments[field].view(-1)[0] += 1
     with pytest.raises(ValueError, match=f"differ in {field}"):
         inputs.check_equal(one, other)
+
+
+@pytest.mark.parametrize("point", [TABLES, replace(TABLES, swa=False), LISTS], ids=str)
+def test_the_programs_that_are_started_are_those_of_the_launch(point, monkeypatch):
+    grids = []
+    for module in (floor.decode_metadata, launch_module):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, args, options: grids.append(grid))
+    inputs = floor._INPUTS[point.kernel](point, CPU)
+    for config in candidates(point):
+        inputs.ours(config)()
+        assert grids.pop() == (inputs.programs(config),)
+    assert not grids
 
 
 def test_least_bytes_count_a_sector_a_page_and_twelve_bytes_a_listed_token():
