@@ -10,6 +10,7 @@ Samples of different bodies are taken in turns, so that clocks that drift do so 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,6 +33,8 @@ MOST_REPLAYS = 10
 
 _FIRST_LEAD_US = 300.0
 _LONGEST_LEAD_US = 100_000.0
+_LEAD_FACTOR = 3.0
+"""Of the host's time for queueing the laps before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +105,27 @@ class GpuTimer:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             lead_us = self._lead_us
             while True:
-                laps = self._laps_behind(lead_us, stretches)
-                if laps.gapless:
-                    self._lead_us = lead_us
+                laps, queueing_us = self._laps_behind(lead_us, stretches)
+                if laps.gapless:  # a longer sleep after a hiccup of the host would make every lap after it as long
+                    self._lead_us = min(lead_us, max(_FIRST_LEAD_US, _LEAD_FACTOR * queueing_us))
                 if laps.gapless or lead_us >= _LONGEST_LEAD_US:
                     return laps
                 lead_us = min(4 * lead_us, _LONGEST_LEAD_US)
 
-    def _laps_behind(self, lead_us: float, stretches: Sequence[Body]) -> Laps:
+    def _laps_behind(self, lead_us: float, stretches: Sequence[Body]) -> tuple[Laps, float]:
+        """The laps, and how long the host took to queue them."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(stretches) + 1)]
         torch.cuda._sleep(int(lead_us * self._cycles_per_us))
         marks[0].record()
+        started = time.perf_counter()
         for stretch, mark in zip(stretches, marks[1:], strict=True):
             stretch()
             mark.record()
         gapless = not marks[0].query()
+        queueing_us = 1e6 * (time.perf_counter() - started)
         marks[-1].synchronize()
         us = (1e3 * before.elapsed_time(after) for before, after in pairwise(marks))
-        return Laps(tuple(us), gapless)
+        return Laps(tuple(us), gapless), queueing_us
 
     def _calibrate(self, cycles: int = 1_000_000) -> float:
         """Cycles of the sleeping kernel in a microsecond."""

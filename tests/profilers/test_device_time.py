@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from attn_graph.profilers.device_time import (
     EAGER_COUNTS,
+    GpuTimer,
     Laps,
     eager_device_us,
     interleaved_us,
@@ -101,6 +103,25 @@ def test_drift_hits_every_body_alike():
     found = interleaved_us(bodies, timer=device, repeats=6, counts=(4, 12))
     assert found["a"][-1] > 1.1 * found["a"][0]
     assert sum(found["b"]) / sum(found["a"]) == pytest.approx(1.1, rel=0.01)
+
+
+def test_a_hiccup_of_the_host_does_not_lengthen_every_lap_after_it(monkeypatch):
+    """Queueing takes 50 us, but 10 ms once: the sleep before that lap grows, and those after it are short again."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    timer = GpuTimer.__new__(GpuTimer)
+    timer.device, timer._stream, timer._lead_us = torch.device("cuda"), None, 300.0
+    queueing = iter([50.0, 10_000.0, 10_000.0, 10_000.0, 10_000.0, 50.0, 50.0])
+    leads = []
+
+    def behind(lead_us, stretches):
+        leads.append(lead_us)
+        took = next(queueing)
+        return Laps((1.0,), gapless=took < lead_us), took
+
+    timer._laps_behind = behind
+    assert [timer.laps().gapless for _ in range(4)] == [True] * 4
+    assert leads == [300.0, 300.0, 1200.0, 4800.0, 19200.0, 19200.0, 300.0]
 
 
 def test_a_queue_that_runs_dry_is_an_error_in_a_graph_and_a_status_when_dispatched():
