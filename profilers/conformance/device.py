@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ...backends.base import AttentionBackend
-from ...backends.batch import ForwardBatch
+from ...backends.base import AttentionBackend, tensors_of
+from ...backends.batch import ForwardBatch, Pools
 from ...backends.modes import Arm, Placement
 from ..causes import frozen_gc
 from ..graphs import CaptureError
@@ -20,7 +20,7 @@ from .subject import Rig, Subject
 DELAY_CYCLES = 4_000_000
 """About 2 ms on current GPUs: far longer than a host takes to enqueue the scheduler's next write."""
 
-RACES = 20
+RACES = 4
 
 
 def _needs_gpu(subject: Subject, what: str) -> None:
@@ -102,36 +102,39 @@ def _delayed(backend_class: type[AttentionBackend], marker: torch.cuda.Event | N
 
 
 def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch]:
-    """Replay while another stream rewrites req_to_token as soon as it is told to.
+    """Replay while another stream rewrites every shared table as soon as it is told to.
 
-    Nothing here waits for the device between launch and rewrite; `on_stream` would.
+    The host waits for nothing between launch and rewrite. Told before the launch, the scheduler may be through with its
+    rewrite when the graph starts: that is what happens here, so that no race has to be won for it to show.
     """
-    subject, table = rig.subject, rig.subject.pools.req_to_token
-    ours, next_batch = table.clone(), table.roll(1, dims=0)
-    scheduler, largest = torch.cuda.Stream(subject.device), max(rig.runner.buckets)
-    torch.cuda.synchronize(subject.device)
-    for round_ in range(RACES):
-        with torch.cuda.stream(rig.factory.stream):
-            poisoned = rig.poison(rig.expected(rig.load(subject.some_batch(largest, seed=round_))), round_)
+    ours, scheduler, largest = rig.factory.stream, torch.cuda.Stream(rig.subject.device), max(rig.runner.buckets)
+    tables = [(table, table.clone(), following) for table, following in next_tables(rig.subject.pools)]
+    for round_ in range(1 if end == "pre" else RACES):
+        with rig.on_stream():
+            poisoned = rig.poison(rig.expected(rig.load(rig.subject.some_batch(largest, seed=round_))), round_)
             rig.runner.rebuild()
-            event = torch.cuda.Event()
+            if end != "pre":
+                rig.runner.launch()
+            # In the graph: waited for only now, because a wait before the launch would see the last replay's record.
+            scheduler.wait_event(marker if end == "in" else ours.record_event())
+            with torch.cuda.stream(scheduler):
+                for table, _, following in tables:
+                    table.copy_(following)
+            ours.wait_stream(scheduler)
             if end == "pre":
-                event.record()
-            rig.runner.launch()
-            if end == "post":
-                event.record()
-        # In the graph: waited for only now, because a wait before the launch would see the last replay's record.
-        scheduler.wait_event(marker if end == "in" else event)
-        with torch.cuda.stream(scheduler):
-            table.copy_(next_batch)
-        torch.cuda.synchronize(subject.device)
-        with torch.cuda.stream(rig.factory.stream):
+                rig.runner.launch()
             found = poisoned.mismatches()
-            table.copy_(ours)
-        torch.cuda.synchronize(subject.device)
+            for table, before, _ in tables:
+                table.copy_(before)
         if found:
             return found
     return []
+
+
+def next_tables(pools: Pools) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of the engine's tables, and what its scheduler might turn it into: every request and slot has another's
+    entry, and each can still be looked up."""
+    return [(table, table.roll(1, dims=0)) for table in tensors_of(pools).values()]
 
 
 @check("C19", "the rebuild may run on a forked stream, and a fork that is not joined cannot be captured")

@@ -232,19 +232,23 @@ def glue_eligibility(subject: Subject) -> Iterator[str]:
 
 
 def _as_glue(subject: Subject, arm: Arm) -> str:
-    """What goes wrong when the out-of-graph hook is captured and replayed; empty if nothing does."""
-    largest = max(subject.buckets)
+    """What goes wrong when the out-of-graph hook is captured and replayed; empty if nothing does.
+
+    The capture sees the shortest lengths, replays longer ones: whatever was sized from the host at capture is too
+    small, and nothing refuses to read a host mirror while a CUDA graph is recorded.
+    """
+    largest, shape = max(subject.buckets), subject.shape
     rig = subject.rig(arm, buckets=[largest])
     with rig.on_stream():
-        rig.load(subject.some_batch(largest, seed=40))
+        rig.load(subject.some_batch(largest, seed=40, length=shape.minimum))
         batch = rig.runner.capture_batch(largest)
         graph = rig.factory()
         try:
             graph.capture(lambda: rig.backend.init_forward_metadata_out_graph(batch))
         except CaptureError as error:
             return str(error).splitlines()[0]
-        for salt in range(3):
-            live = subject.some_batch(largest, seed=41 + salt)
+        for salt, length in enumerate((None, shape.limit, None)):
+            live = subject.some_batch(largest, seed=41 + salt, length=length)
             poisoned = rig.poison(rig.expected(rig.load(live)), salt)
             graph.launch()
             for m in poisoned.mismatches():

@@ -157,11 +157,11 @@ class Subject:
         for size in self.sizes:
             yield self.some_batch(size, seed=size)
 
-    def some_batch(self, size: int, seed: int = 0) -> LiveBatch:
-        """A batch of `size` requests with lengths and rows of all kinds."""
+    def some_batch(self, size: int, seed: int = 0, length: int | None = None) -> LiveBatch:
+        """A batch of `size` requests with rows of all kinds, and lengths of all kinds or one for all."""
         shape, rng = self.shape, np.random.default_rng(self.case.seed + seed)
         rows = np.resize(1 + rng.permutation(self.pools.req_to_token.shape[0] - 1), size)
-        lengths = rng.integers(shape.minimum, shape.limit + 1, size)
+        lengths = rng.integers(shape.minimum, shape.limit + 1, size) if length is None else np.full(size, length)
         return live_batch(
             self.mode, lengths, rows, self.pools, shape.tokens_per_req, rng,
             topk=shape.topk, draft_steps=shape.draft_steps, page_size=shape.page_size,

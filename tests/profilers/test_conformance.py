@@ -14,6 +14,7 @@ from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.forwarding import Forwarding
 from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
 from attn_graph.profilers.conformance import CHECKS, Note, Skip, Subject, judge, verify
+from attn_graph.profilers.conformance.device import next_tables
 from attn_graph.profilers.conformance.faults import known_faults
 from attn_graph.profilers.conformance.findings import Check
 from attn_graph.profilers.conformance.hooks import children_of, hook_names
@@ -154,6 +155,24 @@ def test_c13_finds_hooks_and_children_by_inspection():
     assert set(children_of(rig.backend)) == {"decode", "others.prefill"}
 
 
+class WidthOfTheSum(TrtllmMhaBackend):
+    """As wide as the sum of the lengths, a host number that a capture reads without being refused."""
+
+    def rebuild_fused(self, fb, md):
+        unseen = md.page_table[:, self._columns(min(fb.seq_lens_sum, self.config.max_context)) :]
+        kept = unseen.clone()
+        super().rebuild_fused(fb, md)
+        unseen.copy_(kept)
+
+
+def test_c20_a_width_that_a_glue_graph_freezes_shows_at_longer_lengths():
+    eager = subject(arms=(Arm.parse("fused-eager"),))
+    assert status("C20", eager) == "pass"
+    assert status("C3", eager.but(backend_class=WidthOfTheSum)) == "pass", "eagerly it is right"
+    (found,) = judge(CHECKS["C20"], eager.but(backend_class=WidthOfTheSum))
+    assert found.status == "fail" and "not written" in found.detail
+
+
 class AnyOrder(TrtllmMhaBackend):
     """Writes each row's live pages from last to first."""
 
@@ -196,6 +215,20 @@ class Hoards(TrtllmMhaBackend):
 @pytest.mark.gpu
 def test_c7_memory_that_the_hook_keeps_is_noticed():
     assert status("C7", subject(backend_class=Hoards)) == "fail"
+
+
+@pytest.mark.parametrize("backend", ["trtllm_mha", "mamba", "lightning", "ascend_gdn"])
+def test_c18_what_the_scheduler_rewrites_is_what_each_kind_of_backend_reads(backend):
+    on = SMALL.subject(backend, ForwardMode.DECODE, DEVICE, ATEN[1:], seed=0)
+    rig = on.rig(ATEN[1])
+    with rig.on_stream():
+        poisoned = rig.poison(rig.expected(rig.load(on.some_batch(3))), 0)
+        rig.runner.rebuild()
+        for table, following in next_tables(on.pools):
+            assert table.sort(dim=0).values.equal(following.sort(dim=0).values), "nothing that was not there"
+            table.copy_(following)
+        rig.runner.launch()
+        assert poisoned.mismatches()
 
 
 @pytest.mark.gpu

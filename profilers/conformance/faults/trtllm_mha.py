@@ -384,11 +384,13 @@ class WarmUpCounts(TrtllmMhaBackend):
 
 @fault("host-width", "C8", "C20", arm=FUSED_EAGER)
 class HostWidth(TrtllmMhaBackend):
-    """The fused launch is sized from the host mirror, so that a glue graph would freeze it."""
+    """The fused rebuild is as wide as the host mirror says, so that a glue graph freezes the width of its capture."""
 
     def rebuild_fused(self, fb, md):
-        self.longest = int(fb.seq_lens_cpu.max())
+        unseen = md.page_table[:, self._columns(int(fb.seq_lens_cpu.max())) :]
+        kept = unseen.clone()
         super().rebuild_fused(fb, md)
+        unseen.copy_(kept)
 
 
 @fault("one-more-dispatch", "C24", arm=ATEN_EAGER)
