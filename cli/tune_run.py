@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..tuning.regret import LeftOut
     from ..tuning.session import Listen, Report
     from ..tuning.static import Compiled
-    from ..tuning.tuner import Search
+    from ..tuning.trials import Search
 
 MOST_COMPILERS = 12
 UNTIMED = "candidates can be checked for values but not timed, so nothing is stored."
@@ -94,6 +94,7 @@ class Run:
                 if self.held_out:
                     held.extend(session.held_out(reports, ends))
         finally:  # Ctrl-C leaves the finished cases stored: they are shown too
+            reports.sort(key=lambda report: cases.index(report.case))
             if not self.as_json:
                 for report in reports:
                     print_report(report)

@@ -38,6 +38,9 @@ def print_report(report: Report) -> None:
             typer.echo(line)
     for note in report.notes:
         typer.echo(f"Note: {note}")
+    if report.seconds:
+        parts = ", ".join(f"{seconds:.1f} {what}" for what, seconds in report.seconds.items())
+        typer.echo(f"Took {sum(report.seconds.values()):.1f} s: {parts}")
     typer.echo("")
 
 
@@ -257,6 +260,7 @@ def report_object(report: Report) -> dict:
         "reason": choice.reason if choice else "",
         "tied": [candidate.as_dict() for candidate in choice.tied] if choice else [],
         "notes": list(report.notes),
+        "seconds": {what: round(seconds, 2) for what, seconds in report.seconds.items()},
         "candidates": candidates,
     }
 

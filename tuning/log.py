@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,8 @@ class Log:
         self._file = None
         if path is None:
             return
+        if path.suffix == ".gz":
+            raise LogError(f"{path}: rows are appended as they come, which needs a plain CSV. Compress it afterwards")
         if path.exists() and path.stat().st_size:
             _check_columns(path)
             _cut_torn_row(path)
@@ -160,7 +163,9 @@ class Resumed:
 
 
 def read_log(path: Path) -> Iterator[Replay]:
-    """Every case of a log, with its GPU.
+    """Every case of a log of which something was tried, with its GPU. ``.csv`` or ``.csv.gz``.
+
+    Held-out shapes, and cases that were compiled only, have nothing to choose from and are left out.
 
     Raises:
         LogError: not a log, or no rows.
@@ -170,7 +175,7 @@ def read_log(path: Path) -> Iterator[Replay]:
     from ..profilers.results import cases_in
 
     _check_columns(path)
-    content = path.read_bytes()
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     whole = content[: content.rfind(END) + len(END)] if END in content else content
     texts = {"context": str, "candidate": str, "samples_us": str, "reason": str, "cause": str, "gpu": str}
     frame = pd.read_csv(io.BytesIO(whole), keep_default_na=False, dtype=texts)
@@ -178,11 +183,14 @@ def read_log(path: Path) -> Iterator[Replay]:
         raise LogError(f"{path}: no rows")
     for gpu, rows in frame.groupby("gpu", sort=False):
         for case, own in cases_in(rows):
-            yield Replay(case, gpu, own)
+            replay = Replay(case, gpu, own)
+            if replay.space:
+                yield replay
 
 
 def _check_columns(path: Path) -> None:
-    with open(path, encoding="utf-8", newline="") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", newline="") as file:
         found = next(csv.reader(file), [])
     if tuple(found) != COLUMNS:
         raise LogError(f"{path}: not a log of candidates of this version. Choose another file")

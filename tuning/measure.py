@@ -229,7 +229,7 @@ class _Batches:
     def _check(self, lengths: np.ndarray) -> _Check:
         runner = self._runner
         step, batch = self._loaded(lengths)
-        expected = runner.backend.expected(host_batch(runner, step), self._tables)
+        expected = runner.backend.expected(host_batch(runner.slots, runner.mode, runner.bucket, step), self._tables)
         device = self._pools.req_to_token.device
         return _Check(batch, {path: _on_device(field, device) for path, field in expected.items()})
 

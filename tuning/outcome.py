@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -91,6 +91,3 @@ class Measurer(Protocol):
     def finals(self, candidates: Sequence[Candidate]) -> Finals:
         """Time these against each other."""
         ...
-
-
-Measure = Callable[[Candidate], Outcome]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from .outcome import Measure, Outcome
 from .space import Candidate
+from .trials import Rounds, Seen
 
 
-def search(candidates: Sequence[Candidate], measure: Measure, seed: int) -> Iterator[Outcome]:
-    yield from map(measure, shuffled(candidates, seed))
+def search(candidates: Sequence[Candidate], seed: int, near: Sequence[Seen] = ()) -> Rounds:
+    yield shuffled(candidates, seed)
 
 
 def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
+from ..profilers.sample import Case
 from .log import Replay
 from .outcome import OK
 from .space import Candidate
-from .tuner import SEARCHES, Search
+from .trials import Search, Trials, in_turns, seen_from
+from .tuner import SEARCHES
 
 TRIES = (8, 16, 24, 32)
 SEEDS = range(5)
@@ -35,28 +36,56 @@ class Searched:
     tried: float
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One case, searched until the search ended by itself.
+
+    Attributes:
+        us: of each try, in order.
+        fastest_us: of all logged.
+        informed: whether cases before it told the search something.
+    """
+
+    case: Case
+    us: tuple[float, ...]
+    fastest_us: float
+    informed: bool
+
+    def speed(self, tries: int) -> float:
+        """Of the fastest of the first `tries`, as a share of the fastest's there is."""
+        return self.fastest_us / min(self.us[:tries])
+
+
 def compare_searches(logged: Sequence[Replay]) -> list[Searched]:
     """A row for each search and number of tries; none where nothing was timed."""
-    usable = [(one, space) for one in logged if len(space := _timed(one)) > 1]
-    if not usable:
-        return []
     found = []
+    gpus = [[one for one in logged if one.gpu == gpu] for gpu in dict.fromkeys(one.gpu for one in logged)]
     for name, search in SEARCHES.items():
-        for tries in TRIES:
-            runs = [_run(one, space, search, seed, tries) for one, space in usable for seed in SEEDS]
-            speeds, tried = zip(*runs, strict=True)
+        runs = [run for own in gpus for seed in SEEDS for run in search_all(own, search, seed)]
+        for tries in TRIES if runs else ():
+            speeds = [run.speed(tries) for run in runs]
             good = sum(speed >= GOOD_ENOUGH for speed in speeds) / len(speeds)
-            mean = sum(speeds) / len(speeds)
-            found.append(Searched(name, tries, mean, min(speeds), good, sum(tried) / len(tried)))
+            tried = sum(min(tries, len(run.us)) for run in runs) / len(runs)
+            found.append(Searched(name, tries, sum(speeds) / len(speeds), min(speeds), good, tried))
     return found
 
 
-def _timed(logged: Replay) -> list[Candidate]:
-    return [c for c in logged.space if logged.rough(c).status == OK and logged.rough(c).median_us]
+def search_all(logged: Sequence[Replay], search: Search, seed: int, lag: int = 1) -> Iterator[Run]:
+    """Every logged case in the order that a session takes.
 
-
-def _run(logged: Replay, space: Sequence[Candidate], search: Search, seed: int, tries: int) -> tuple[float, int]:
-    """Speed of the fastest found as a share of the fastest's there is, and how many were tried."""
-    best = min(logged.rough(c).median_us for c in space)
-    found = [outcome.median_us for outcome in islice(search(space, logged.rough, seed), tries)]
-    return best / min(found), len(found)
+    A search knows what it found in the cases before, but for the last `lag` of them: it begins while they are measured.
+    """
+    known: dict[Case, dict[Candidate, float]] = {}
+    by_case = {one.case: one for one in logged}
+    for one in map(by_case.__getitem__, in_turns(list(by_case))):
+        times = {c: us for c in one.space if one.rough(c).status == OK and (us := one.rough(c).median_us)}
+        if len(times) < 2:
+            continue
+        told = dict(list(known.items())[: max(0, len(known) - lag)])
+        near = seen_from(one.case, told)
+        trials, tried = Trials(search, list(times), seed, near), []
+        while trials.next:
+            tried += trials.next
+            trials.tell([one.rough(candidate) for candidate in trials.next])
+        known[one.case] = {candidate: times[candidate] for candidate in tried}
+        yield Run(one.case, tuple(known[one.case].values()), min(times.values()), bool(near))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -18,17 +19,12 @@ from ..profilers.sample import Case
 from . import held_out, store
 from .isolated import BENCH, IsolatedBench
 from .log import Log, Replay, Resumed
-from .outcome import OK, Outcome
-from .random_order import shuffled
+from .outcome import NOT_TRIED, OK, Finals, Measurer, Outcome
 from .ranks import RankBenches
 from .space import Candidate, candidates, key_of
 from .static import Compiled, Compilers, Target
-from .tuner import Search, Tuned, tune
-
-COMPILE_SHARE = 0.3
-"""Of a case's time budget, for waiting until its candidates are compiled."""
-START_SHARE = 0.3
-"""Of the whole budget, for the processes to start and the first case to be compiled."""
+from .trials import Search, Trials, in_turns, seen_from
+from .tuner import ROUGH_SHARE, Tuned, tune
 
 Listen = Callable[[Case, str, Outcome], None]
 """Called with ``compiled`` or ``measured`` and what came of a candidate."""
@@ -43,6 +39,7 @@ class Report:
         compiled: registers and spills, where it was compiled beforehand.
         key: under what the choice is stored; None where nothing is.
         notes: what a reader must know, of the measurement and of the store.
+        seconds: what it took, by what was done.
     """
 
     case: Case
@@ -51,6 +48,7 @@ class Report:
     compiled: dict[Candidate, Compiled] = field(default_factory=dict)
     key: store.Key | None = None
     notes: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def default(self) -> Candidate:
@@ -58,10 +56,10 @@ class Report:
 
 
 class Session:
-    """Tunes cases one after the other. A context manager: leaving it ends the processes.
+    """Tunes cases one after the other, a kernel after the other. A context manager: leaving it ends the processes.
 
-    All candidates of all cases are compiled ahead, in the background and in the cases' order, so that a case is
-    compiled while those before it are measured.
+    Only what the search asks for is compiled, a round at a time and in parallel; the first round of a case while the
+    case before it is measured. What was timed in one case tells the search where to begin in the next.
 
     Args:
         device: where to measure. On a CPU values are checked in Triton's interpreter, nothing is timed or stored.
@@ -93,6 +91,7 @@ class Session:
         self._compilers = Compilers(target, jobs, variables) if target else None
         self._warp_size = target.warp_size if target else 32
         self._resumed = dict(resumed or {})
+        self._known: dict[Case, dict[Candidate, float]] = {}
         self._ranks = len(ranks) or 1
         variables = {**(variables or {}), "TRITON_INTERPRET": "0" if device.is_cuda else "1"}
         benches = [IsolatedBench(BENCH, name, variables=variables) for name in ranks or [str(device)]]
@@ -104,42 +103,50 @@ class Session:
         Raises:
             StoreError: a choice cannot be saved.
         """
-        started = time.monotonic()
-        ends = started + budget_s
-        spaces = {case: candidates(case, self._warp_size) for case in cases}
-        compiling = {case: self._submitted(case, space) for case, space in spaces.items()}
+        ends = time.monotonic() + budget_s
+        cases = in_turns(cases)
+        begun = [self._begun(case) for case in cases[:1]]
         self._bench.start()
-        for i, case in enumerate(cases):
+        for i in range(len(cases)):
             now = time.monotonic()
             share = max(0.0, ends - now) / (len(cases) - i)
-            compiled_by = max(now + COMPILE_SHARE * share, started + START_SHARE * budget_s if i == 0 else now)
-            compiled = self._compiled(case, compiling[case], compiled_by)
-            yield self._tuned(case, spaces[case], compiled, now + share)
+            begun += [self._begun(case) for case in cases[i + 1 : i + 2]]
+            yield self._tuned(begun.pop(0), now + share)
 
-    def _tuned(self, case: Case, space: list[Candidate], compiled: dict[Candidate, Compiled], ends: float) -> Report:
-        # The default runs today, whatever a compiler thinks of it, so it is measured in any case.
-        out = {c: found.outcome for c, found in compiled.items() if found.outcome.status != OK and c != space[0]}
+    def _begun(self, case: Case) -> _Begun:
+        """A case whose search has said what it tries first, and whose compilers are at it."""
+        space = candidates(case, self._warp_size)
+        trials = Trials(self._search, space, self._seed, seen_from(case, self._known))
+        begun = _Begun(case, space, trials, self._compilers, self._resumed.get(case), self._log, self._listen)
+        begun.expect(trials.next)
+        return begun
+
+    def _tuned(self, begun: _Begun, ends: float) -> Report:
+        case, space, logged = begun.case, begun.space, self._resumed.get(begun.case)
         try:
-            self._bench.prepare(case)
+            with begun.timed("preparing"):
+                self._bench.prepare(case)
         except Exception as error:  # out of memory, a backend that refuses: the other cases go on
-            return Report(case, space, Tuned(()), compiled, notes=(f"not measured: {error}",))
-        logged = self._resumed.get(case)
+            return Report(case, space, Tuned(()), begun.compiled, notes=(f"not measured: {error}",))
+        budget_s = max(0.0, ends - time.monotonic())
+        begun.measure_with(Resumed(logged, self._bench) if logged else self._bench, ROUGH_SHARE * budget_s)
         tuned = tune(
             space,
-            Resumed(logged, self._bench) if logged else self._bench,
-            search=self._search,
-            seed=self._seed,
-            budget_s=max(0.0, ends - time.monotonic()),
-            pruned=out,
+            begun,
+            trials=begun.trials,
+            budget_s=budget_s,
+            expect=begun.expect,
             listen=lambda outcome: self._measured(case, outcome),
         )
+        begun.drop()
+        self._known[case] = {o.candidate: o.median_us for o in tuned.outcomes if o.status == OK and o.samples_us}
         if not (logged and logged.finals(list(tuned.finals.hot_us)).hot_us):
             self._log.finals(case, tuned.finals)
         if tuned.choice is None or not self._stores:
-            return Report(case, space, tuned, compiled, notes=tuned.notes)
+            return Report(case, space, tuned, begun.compiled, notes=tuned.notes, seconds=begun.seconds)
         entry = entry_of(case, self._device.name, space[0], tuned, self._ranks)
-        notes = store.save([entry])
-        return Report(case, space, tuned, compiled, entry.key, (*tuned.notes, *notes))
+        notes = (*tuned.notes, *store.save([entry]))
+        return Report(case, space, tuned, begun.compiled, entry.key, notes, begun.seconds)
 
     def held_out(self, reports: Sequence[Report], ends: float = math.inf) -> Iterator[held_out.HeldOut]:
         """The default beside what the store gives, on shapes that were not tuned, as long as there is time."""
@@ -149,26 +156,6 @@ class Session:
             found = held_out.compare(case, self._device.name, self._bench)
             self._log.held_out(case, found.finals, found.found.rule)
             yield found
-
-    def _submitted(self, case: Case, space: list[Candidate]) -> list[Future[Compiled]]:
-        if self._compilers is None:
-            return []
-        logged = self._resumed.get(case, ())
-        return self._compilers.submit(case, [c for c in shuffled(space, self._seed) if c not in logged])
-
-    def _compiled(self, case: Case, compiling: list[Future[Compiled]], by: float) -> dict[Candidate, Compiled]:
-        """What is compiled in time. The rest is compiled when it is measured, one by one."""
-        found: dict[Candidate, Compiled] = {}
-        left_s = None if by == math.inf else max(0.0, by - time.monotonic())
-        with suppress(TooLate):
-            for future in as_completed(compiling, left_s):
-                compiled = future.result()
-                self._log.compiled(case, compiled)
-                self._listen(case, "compiled", compiled.outcome)
-                found[compiled.outcome.candidate] = compiled
-        for future in compiling:
-            future.cancel()
-        return found
 
     def _measured(self, case: Case, outcome: Outcome) -> None:
         if outcome.candidate not in self._resumed.get(case, ()):
@@ -182,6 +169,85 @@ class Session:
         self._bench.close()
         if self._compilers is not None:
             self._compilers.close()
+
+
+class _Begun:
+    """A case from its first round on: the measurer that waits for compilers before it measures.
+
+    Attributes:
+        compiled: what came of compiling, by candidate.
+        seconds: what was done for how long.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        space: list[Candidate],
+        trials: Trials,
+        compilers: Compilers | None,
+        logged: Replay | None,
+        log: Log,
+        listen: Listen,
+    ) -> None:
+        self.case, self.space, self.trials = case, space, trials
+        self.compiled: dict[Candidate, Compiled] = {}
+        self.seconds: Counter[str] = Counter()
+        self._compilers, self._logged, self._log, self._listen = compilers, logged or (), log, listen
+        self._compiling: dict[Candidate, Future[Compiled]] = {}
+        self._measurer: Measurer | None = None
+        self._compiled_by = math.inf
+
+    def expect(self, tries: Sequence[Candidate]) -> None:
+        """Compile these, in parallel; what is compiled or logged already is not."""
+        new = [c for c in tries if c not in self._compiling and c not in self._logged]
+        if self._compilers is not None:
+            self._compiling.update(zip(new, self._compilers.submit(self.case, new), strict=True))
+
+    def measure_with(self, measurer: Measurer, limit_s: float) -> None:
+        """From now on it is measured; compilers are waited for no longer than `limit_s`."""
+        self._measurer, self._compiled_by = measurer, time.monotonic() + limit_s
+
+    def rough(self, candidate: Candidate) -> Outcome:
+        # The default runs today, whatever a compiler thinks of it, so it is measured in any case.
+        is_default = candidate == self.space[0]
+        try:
+            compiled = self._waited_for(candidate)
+        except TooLate:
+            if not is_default:
+                return Outcome(candidate, NOT_TRIED, "time_budget", "its compiler did not end in time")
+            compiled = None
+        if compiled and compiled.outcome.status != OK and not is_default:
+            return compiled.outcome
+        with self.timed("trying"):
+            return self._measurer.rough(candidate)
+
+    def finals(self, finalists: Sequence[Candidate]) -> Finals:
+        with self.timed("finals"):
+            return self._measurer.finals(finalists)
+
+    def drop(self) -> None:
+        """What is still to be compiled."""
+        for future in self._compiling.values():
+            future.cancel()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - started
+
+    def _waited_for(self, candidate: Candidate) -> Compiled | None:
+        if candidate not in self._compiling:
+            return None
+        left_s = max(0.0, self._compiled_by - time.monotonic())
+        with self.timed("waiting for compilers"):
+            compiled = self._compiling[candidate].result(None if left_s == math.inf else left_s)
+        self.compiled[candidate] = compiled
+        self._log.compiled(self.case, compiled)
+        self._listen(self.case, "compiled", compiled.outcome)
+        return compiled
 
 
 def replay(logged: Replay, search: Search, seed: int = 0) -> Report:

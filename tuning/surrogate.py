@@ -1,57 +1,82 @@
 """A model of the times so far says what to try next, until it has been wrong often enough.
 
 Times of neighbouring settings are alike, so a smooth surface through the logarithms of the measured ones (SciPy's
-radial basis functions, over the logarithms of the parameters) points to where the fastest untried one should be. On
-seven logged cases of an H200 with 40 to 47 candidates each, 24 tries reached at least 99% of the fastest's speed from
-every one of five seeds; as many in random order, 95% (`attn-graph tune --replay results/h200/tune.csv`).
+radial basis functions, over the logarithms of the parameters) points to where the fastest untried one should be. Cases
+are alike too: times of other batch sizes, of the other kind of window and of kernels with the same parameters are
+further points of the same surface, each case's relative to its fastest. With these a case begins where others ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
-from .outcome import Measure, Outcome
+from .outcome import Outcome
 from .random_order import shuffled
 from .space import Candidate
+from .trials import Rounds, Seen
 
 FIRST = 12
-"""Tries at random, the default among them, before there is a model."""
-ASIDE = 4
-"""Every so many tries after them one is at random too, lest a model that is wrong stays wrong."""
-PATIENCE = 16
-"""Tries after the first without anything better: then the search ends."""
+"""Tries at random, the default among them, where there is nothing to make a model of."""
+ROUND = 8
+"""Tries between two models: what a dozen compilers have ready at once."""
+PATIENCE, PATIENCE_NEAR = 16, 8
+"""Tries in a row without anything better, after which the search ends; the second where other cases are known."""
 BETTER = 0.995
 """Less of a gain than this is noise."""
 UNUSABLE = 2.0
 """A candidate that cannot be used counts as this many times the slowest: its neighbours may be no better."""
+SMOOTHING = 1e-3
+"""Noise of a rough time, so that points in one place do not contradict each other."""
+
+Times = Mapping[Candidate, float | None]
 
 
-def search(candidates: Sequence[Candidate], measure: Measure, seed: int) -> Iterator[Outcome]:
+def search(candidates: Sequence[Candidate], seed: int, near: Sequence[Seen] = ()) -> Rounds:
     untried = shuffled(candidates, seed)
     times: dict[Candidate, float | None] = {}
-    best, since = math.inf, 0
-    while untried and since < PATIENCE:
-        modelled = len(times) - FIRST
-        at_random = modelled < 0 or modelled % ASIDE == ASIDE - 1
-        candidate = untried[0] if at_random else _most_promising(untried, times)
-        untried.remove(candidate)
-        outcome = measure(candidate)
-        us = times[candidate] = None if outcome.cause else outcome.median_us
-        since = 0 if us is not None and us < BETTER * best else since + (modelled >= 0)
-        best = min(best, us or math.inf)
-        yield outcome
+    patience = PATIENCE_NEAR if near else PATIENCE
+    tries = [untried[0], *_promising(untried[1:], times, near, ROUND - 1)] if near else untried[:FIRST]
+    since = 0
+    while tries and since < patience:
+        before = _fastest(times)
+        times |= {outcome.candidate: _time(outcome) for outcome in (yield tries)}
+        since = 0 if _fastest(times) < BETTER * before else since + len(tries)
+        untried = [candidate for candidate in untried if candidate not in times]
+        tries = _promising(untried, times, near, ROUND)
 
 
-def _most_promising(untried: Sequence[Candidate], times: dict[Candidate, float | None]) -> Candidate:
+def _time(outcome: Outcome) -> float | None:
+    return None if outcome.cause else outcome.median_us
+
+
+def _fastest(times: Times) -> float:
+    return min((us for us in times.values() if us), default=math.inf)
+
+
+def _promising(untried: Sequence[Candidate], times: Times, near: Sequence[Seen], n: int) -> list[Candidate]:
+    """The n whose times the model sees lowest; of an order at random where there is no model."""
     import numpy as np
     from scipy.interpolate import RBFInterpolator
 
+    known = [(c, seen.offset, height) for seen in near for c, height in _heights(seen.times_us)]
+    here = (0.0,) * len(near[0].offset) if near else ()
+    known += [(c, here, height) for c, height in _heights(times)]
+    if not known or not untried:
+        return list(untried[:n])
+    settings = np.array([[math.log2(1 + value) for _, value in c.values] for c in (*(c for c, *_ in known), *untried)])
+    settings /= np.maximum(settings.std(axis=0), 1e-9)  # a switch between 0 and 64 is one step, not six
+    places = np.array([*(place for _, place, _ in known), *(here for _ in untried)]).reshape(len(settings), -1)
+    axes = np.hstack([settings, places])
+    heights = [height for *_, height in known]
+    model = RBFInterpolator(axes[: len(known)], heights, kernel="linear", degree=0, smoothing=SMOOTHING)
+    order = np.argsort(model(axes[len(known) :]), kind="stable")
+    return [untried[i] for i in order[:n]]
+
+
+def _heights(times: Times) -> list[tuple[Candidate, float]]:
+    """Logarithms of the times over the fastest."""
     known = [us for us in times.values() if us]
     if not known:
-        return untried[0]
-    heights = [math.log(us or UNUSABLE * max(known)) for us in times.values()]
-    axes = np.array([[math.log2(1 + value) for _, value in c.values] for c in (*times, *untried)])
-    axes /= np.maximum(axes.std(axis=0), 1e-9)  # a switch between 0 and 64 is one step, not six
-    model = RBFInterpolator(axes[: len(times)], heights, kernel="linear", degree=0)
-    return untried[int(np.argmin(model(axes[len(times) :])))]
+        return []
+    return [(c, math.log((us or UNUSABLE * max(known)) / min(known))) for c, us in times.items()]

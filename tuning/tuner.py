@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from . import exhaustive, random_order, surrogate
 from .decide import Choice, choose
-from .outcome import NOT_TRIED, OK, Finals, Measure, Measurer, Outcome
+from .outcome import NOT_TRIED, OK, Finals, Measurer, Outcome
 from .space import Candidate
-
-Search = Callable[[Sequence[Candidate], Measure, int], Iterator[Outcome]]
+from .trials import Search, Trials
 
 SEARCHES: dict[str, Search] = {
     "exhaustive": exhaustive.search,
@@ -55,8 +54,9 @@ def tune(
     *,
     search: Search = exhaustive.search,
     seed: int = 0,
+    trials: Trials | None = None,
     budget_s: float = math.inf,
-    pruned: Mapping[Candidate, Outcome] | None = None,
+    expect: Callable[[Sequence[Candidate]], None] = lambda candidates: None,
     clock: Callable[[], float] = time.monotonic,
     listen: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Tuned:
@@ -64,18 +64,24 @@ def tune(
 
     Args:
         budget_s: seconds; candidates that it leaves no time for are outcomes too. The default is always tried.
-        pruned: outcomes of candidates that need not be tried.
-        listen: called with each outcome as it comes, pruned ones first.
+        trials: a search that has begun; None begins `search` with `seed`.
+        expect: called with the candidates of each round, before the first of them is tried.
+        listen: called with each outcome as it comes.
     """
-    default, known = space[0], dict(pruned or {})
-    for outcome in known.values():
-        listen(outcome)
+    default, known = space[0], {}
+    trials = trials or Trials(search, space, seed)
     deadline, late = clock() + ROUGH_SHARE * budget_s, False
-    for outcome in search([c for c in space if c not in known], measurer.rough, seed):
-        known[outcome.candidate] = outcome
-        listen(outcome)
-        if late := clock() >= deadline:
-            break
+    while trials.next and not late:
+        expect(trials.next)
+        told = []
+        for candidate in trials.next:
+            told.append(measurer.rough(candidate))
+            known[candidate] = told[-1]
+            listen(told[-1])
+            if late := clock() >= deadline:
+                break
+        else:
+            trials.tell(told)
     left = ("time_budget", "no time was left for it") if late else ("search", "the search saw no promise in it")
     for candidate in space:
         if candidate not in known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import pandas as pd
 import pytest
 from attn_graph.profilers.sample import Case
@@ -22,6 +24,8 @@ class Device:
 
     def rough(self, candidate):
         i = SPACE.index(candidate)
+        if i == 1:
+            return Outcome(candidate, SKIPPED, "spills", "64 bytes a lane")
         if i == 2:
             return Outcome(candidate, SKIPPED, "wrong_values", "page_table[0, 512] is -7, wanted 93 (1 of 2 cells)")
         return timed(candidate, [2.0 - 0.3 * (i == 4) + 0.01 * n for n in range(5)])
@@ -34,8 +38,7 @@ class Device:
 def logged(path, search=exhaustive.search):
     with Log(path, "NVIDIA H200") as log:
         log.compiled(CASE, Compiled(Outcome(SPACE[1], SKIPPED, "spills", "64 bytes a lane"), Resources(255, 64, 0, 9)))
-        pruned = {SPACE[1]: Outcome(SPACE[1], SKIPPED, "spills", "64 bytes a lane")}
-        tuned = tune(SPACE, Device(), search=search, pruned=pruned, listen=lambda outcome: log.outcome(CASE, outcome))
+        tuned = tune(SPACE, Device(), search=search, listen=lambda outcome: log.outcome(CASE, outcome))
         log.finals(CASE, tuned.finals)
     return tuned
 
@@ -95,6 +98,16 @@ def test_what_is_no_log_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(LogError, match=r"log\.csv"):
         list(read_log(path))
+
+
+def test_a_compressed_log_is_read_and_not_appended_to(tmp_path):
+    tuned = logged(tmp_path / "log.csv")
+    packed = tmp_path / "log.csv.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "log.csv").read_bytes()))
+    (one,) = read_log(packed)
+    assert session.replay(one, exhaustive.search).tuned.choice.winner == tuned.choice.winner
+    with pytest.raises(LogError, match="Compress it afterwards"):
+        Log(packed)
 
 
 def test_another_table_is_not_appended_to(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from attn_graph.tuning import surrogate
 from attn_graph.tuning.log import Log, read_log
 from attn_graph.tuning.outcome import NOT_TRIED, SKIPPED, Finals, Outcome, timed
 from attn_graph.tuning.regret import left_out
-from attn_graph.tuning.replays import GOOD_ENOUGH, TRIES, compare_searches
+from attn_graph.tuning.replays import GOOD_ENOUGH, SEEDS, TRIES, compare_searches, search_all
 from attn_graph.tuning.session import Report
 from attn_graph.tuning.space import candidates, key_of
 from attn_graph.tuning.tuner import SEARCHES, tune
@@ -85,6 +86,36 @@ def test_searches_are_compared_on_a_log_without_a_device(tmp_path):
     assert found["surrogate", most].mean_speed > found["random", most].mean_speed
     assert found["surrogate", most].good_enough == 1.0
     assert found["exhaustive", most].good_enough < 1.0, "a few at the space's beginning are not enough"
+
+
+H200 = Path(__file__).parents[2] / "results" / "h200"
+
+
+@pytest.fixture(scope="module")
+def of_an_h200():
+    """What was measured of each shape: every candidate where it was searched through, else what a search tried."""
+    whole = {one.case: one for one in read_log(H200 / "tune_exhaustive.csv.gz")}
+    partly = list(read_log(H200 / "tune.csv.gz"))
+    assert len(whole) == 7 and len(partly) == 24
+    return partly, [whole.get(one.case, one) for one in partly], [one for one in whole.values()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_on_an_h200_what_was_seen_in_other_cases_finds_the_fastest_in_sixteen_tries(of_an_h200, seed):
+    for logged in of_an_h200:
+        runs = list(search_all(logged, surrogate.search, seed))
+        assert min(run.speed(len(run.us)) for run in runs) >= GOOD_ENOUGH
+        informed = [run for run in runs if run.informed]
+        assert informed
+        assert min(run.speed(16) for run in informed) >= GOOD_ENOUGH
+        assert sum(len(run.us) for run in informed) / len(informed) <= 19
+
+
+def test_without_what_other_cases_showed_sixteen_tries_are_too_few(of_an_h200):
+    alone = [run for logged in of_an_h200[2] for run in search_all([logged], surrogate.search, 0)]
+    assert not any(run.informed for run in alone)
+    assert min(run.speed(16) for run in alone) < GOOD_ENOUGH
+    assert min(run.speed(28) for run in alone) >= GOOD_ENOUGH
 
 
 def test_a_log_without_times_has_nothing_to_compare(tmp_path):

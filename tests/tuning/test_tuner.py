@@ -34,13 +34,20 @@ def test_where_all_are_bad_there_is_no_choice_and_every_reason_is_kept():
     assert len(tuned.outcomes) == len(SPACE)
 
 
-def test_pruned_candidates_are_not_measured_and_stay_rows():
-    pruned = {candidate(2): Outcome(candidate(2), SKIPPED, "spills", "184 bytes a lane")}
-    bench = MadeUpTimes({1: 2.0, 2: 0.1, 3: 1.0, 4: 3.0, 5: 3.0})
-    tuned = tune(SPACE, bench, pruned=pruned)
-    assert bench.tried == [1, 3, 4, 5]
-    assert causes(tuned)[2] == "spills"
-    assert tuned.choice.winner == candidate(3)
+def test_each_round_is_expected_before_its_first_candidate_is_tried():
+    """In rounds of two, so that a round can be compiled at once; a round that time cuts off ends the search."""
+
+    def in_pairs(candidates, seed, near):
+        for i in range(0, len(candidates), 2):
+            told = yield list(candidates[i : i + 2])
+            assert [outcome.candidate for outcome in told] == list(candidates[i : i + 2])
+
+    bench, expected = MadeUpTimes({n: 1.0 for n in range(1, 6)}), []
+    tune(SPACE, bench, search=in_pairs, expect=lambda tries: expected.append((len(bench.tried), list(tries))))
+    assert expected == [(0, SPACE[:2]), (2, SPACE[2:4]), (4, SPACE[4:])]
+    clock = itertools.count().__next__
+    tuned = tune(SPACE, MadeUpTimes({n: 1.0 for n in range(1, 6)}), search=in_pairs, budget_s=4, clock=clock)
+    assert [o.status for o in tuned.outcomes] == [OK, OK, OK, NOT_TRIED, NOT_TRIED]
 
 
 def test_a_time_budget_gives_the_best_so_far_and_says_what_it_left_out():
