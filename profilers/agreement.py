@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ..backends.base import tensors_of
+from ..backends.modes import ForwardMode
 from ..backends.oracle import Expected, HostBatch, HostPools
-from ..backends.runners.decode import DecodeRunner, StepInputs
+from ..backends.runners.decode import DecodeRunner, StaticSlots, StepInputs
 
 POISON = -559_038_000
 
@@ -30,11 +31,11 @@ def host_pools(runner: DecodeRunner) -> HostPools:
     )
 
 
-def host_batch(runner: DecodeRunner, step: StepInputs) -> HostBatch:
-    """The padded batch that the last `load_batch` made, on the host."""
-    s, b, t = runner.slots, runner.bucket, runner.slots.tokens_per_req
+def host_batch(slots: StaticSlots, mode: ForwardMode, bucket: int, step: StepInputs) -> HostBatch:
+    """The padded batch of a captured size that the last fill of `slots`, with `step`, made; on the host."""
+    s, b, t = slots, bucket, slots.tokens_per_req
     return HostBatch(
-        mode=str(runner.mode),
+        mode=str(mode),
         req_pool_indices=_host(s.req_pool_indices[:b]),
         seq_lens=_host(s.seq_lens[:b]),
         out_cache_loc=_host(s.out_cache_loc[: b * s.slots_per_req]),
@@ -81,7 +82,7 @@ def replay_and_compare(runner: DecodeRunner, step: StepInputs, seed: int) -> lis
     """
     runner.load_batch(step)
     bound = tensors_of(runner.backend.metadata[runner.mode, runner.bucket])
-    fields = runner.backend.expected(host_batch(runner, step), host_pools(runner))
+    fields = runner.backend.expected(host_batch(runner.slots, runner.mode, runner.bucket, step), host_pools(runner))
     for path, field in fields.items():
         preset = torch.from_numpy(field.live & ~field.written).to(bound[path].device)
         bound[path].masked_fill_(~preset, poison_value(bound[path].dtype, seed))

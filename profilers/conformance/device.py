@@ -15,7 +15,7 @@ from .findings import Note, Skip, check
 from .hooks import in_graph
 from .pointers import recorded_arms, selected
 from .poison import Mismatch
-from .subject import Rig, Subject
+from .subject import Rig, Subject, changed
 
 DELAY_CYCLES = 4_000_000
 """About 2 ms on current GPUs: far longer than a host takes to enqueue the scheduler's next write."""
@@ -111,7 +111,7 @@ def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch
     tables = [(table, table.clone(), following) for table, following in next_tables(rig.subject.pools)]
     for round_ in range(1 if end == "pre" else RACES):
         with rig.on_stream():
-            poisoned = rig.poison(rig.expected(rig.load(rig.subject.some_batch(largest, seed=round_))), round_)
+            poisoned = rig.poison(rig.expect(rig.subject.some_batch(largest, seed=round_)), round_)
             rig.runner.rebuild()
             if end != "pre":
                 rig.runner.launch()
@@ -144,12 +144,11 @@ def fork_and_join(subject: Subject) -> Iterator[str]:
         rig = subject.rig(arm, buckets=[max(subject.buckets)])
         with rig.on_stream():
             poisoned, copies = _forked(rig, arm)
-            kept = {path: t.clone() for path, t in copies.items()}
+            early = changed(rig.bound, copies)
             for m in poisoned.mismatches():
                 yield f"{m}, rebuilt on a forked stream ({arm})"
-            for path, t in rig.bound.items():
-                if not torch.equal(t, kept[path]):
-                    yield f"{path} was read before the fork had joined ({arm})"
+            for path in early:
+                yield f"{path} was read before the fork had joined ({arm})"
             try:
                 rig.factory().capture(_fork(rig, {}, joined=False))
             except CaptureError:
@@ -165,9 +164,8 @@ def _forked(rig: Rig, arm: Arm):
     copies = {path: torch.empty_like(t) for path, t in rig.bound.items()}
     graph = rig.factory()
     graph.capture(_fork(rig, copies, joined=True))
-    poisoned = rig.poison(rig.expected(rig.load(rig.subject.some_batch(largest, seed=1))), 1)
+    poisoned = rig.poison(rig.expect(rig.subject.some_batch(largest, seed=1)), 1)
     graph.launch()
-    torch.cuda.synchronize(rig.subject.device)
     return poisoned, copies
 
 

@@ -78,7 +78,7 @@ def capture_legality(subject: Subject) -> Iterator[str]:
             graph.capture(lambda rig=rig, batch=batch: rig.backend.init_forward_metadata_in_graph(batch))
             if graph.nodes == 0:
                 yield f"nothing was recorded ({arm}, B={largest})"
-            poisoned = rig.poison(rig.expected(rig.load(subject.some_batch(largest))), salt=1)
+            poisoned = rig.poison(rig.expect(subject.some_batch(largest)), salt=1)
             graph.launch()
             for m in poisoned.mismatches():
                 yield f"{m}, from a graph of the hook alone ({arm}, B={largest})"
@@ -249,7 +249,7 @@ def _as_glue(subject: Subject, arm: Arm) -> str:
             return str(error).splitlines()[0]
         for salt, length in enumerate((None, shape.limit, None)):
             live = subject.some_batch(largest, seed=41 + salt, length=length)
-            poisoned = rig.poison(rig.expected(rig.load(live)), salt)
+            poisoned = rig.poison(rig.expect(live), salt)
             graph.launch()
             for m in poisoned.mismatches():
                 return str(m)

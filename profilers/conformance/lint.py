@@ -317,7 +317,7 @@ def _memory(subject: Subject, arm: Arm) -> dict[str, list[str]]:
         before = addresses(owned_by(rig.backend))
         seen = trace(hook, batch)
         after = addresses(owned_by(rig.backend))
-    kept = rig.inputs() | tensors_of(owned_by(rig.backend))
+    kept = rig.inputs | tensors_of(owned_by(rig.backend))
     storages = {t.untyped_storage().data_ptr() for t in kept.values()}
     strangers = [t for t in seen.outside if t.numel() and t.untyped_storage().data_ptr() not in storages]
     return {

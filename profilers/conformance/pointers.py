@@ -12,7 +12,7 @@ from ...backends.base import AttentionBackend, AttentionConfig, ConfigError, Not
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
 from ..measure import case_pools
 from .findings import Note, Skip, check
-from .subject import Rig, Subject, addresses, scalars_of
+from .subject import Rig, Subject, addresses, changed, scalars_of
 from .trace import trace
 
 
@@ -32,7 +32,7 @@ def pointer_stability(subject: Subject) -> Iterator[str]:
 def ownership(subject: Subject) -> Iterator[str]:
     for arm in recorded_arms(subject):
         rig = subject.rig(arm)
-        owned = rig.inputs() | tensors_of(owned_by(rig.backend))
+        owned = rig.inputs | tensors_of(owned_by(rig.backend))
         storages = {t.untyped_storage().data_ptr() for t in owned.values()}
         for bucket in rig.runner.buckets:
             with rig.on_stream():
@@ -115,10 +115,10 @@ def _state(rig: Rig) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], what: str) -> Iterator[str]:
-    for path, value in before.items():
-        same = torch.equal(value, after[path]) if isinstance(value, torch.Tensor) else value == after[path]
-        if not same:
-            yield f"{path} changed with {what}"
+    tensors = {path: value for path, value in before.items() if isinstance(value, torch.Tensor)}
+    numbers = [path for path, value in before.items() if path not in tensors and value != after[path]]
+    for path in [*changed(tensors, after), *numbers]:
+        yield f"{path} changed with {what}"
 
 
 @check("C14", "every captured size owns its metadata; other sizes are refused, not built on the way")
@@ -239,7 +239,7 @@ def alias_map(subject: Subject) -> Iterator[str]:
         rig = subject.rig(arm, buckets=[max(subject.buckets)])
         documented = rig.backend.allowances.aliases
         fields = tensors_of(rig.metadata(max(subject.buckets)))
-        others = fields | rig.inputs()
+        others = fields | rig.inputs
         pairs = {frozenset((a, b)) for a in fields for b in others if a != b and overlap(fields[a], others[b])}
         for pair in pairs:
             if not any(pair <= group for group in documented):

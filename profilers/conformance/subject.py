@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -23,7 +23,7 @@ from ..graphs import Graph, GraphFactory, RecordedGraph
 from ..measure import attention_config, batch_shape
 from ..sample import Case
 from ..shapes import slots_per_token
-from .poison import Mismatch, OnDevice, Poisoned, read_together, unfit
+from .poison import Compared, Layout, Mismatch, OnDevice, Poisoned, Watch, read_together, unfit
 
 COMPARED = tuple(arm for arm in ARMS if arm.implementation in (Implementation.ATEN, Implementation.FUSED))
 """Arms that are compared unless somebody asks for others: compiling takes longer than everything else together, and a
@@ -60,6 +60,47 @@ class Replay:
 
     def __str__(self) -> str:
         return f"{self.arm}, B={self.bucket} ({self.live} live), replay {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A replay whose outcome is still on the device."""
+
+    rig: Rig
+    number: int
+    bucket: int
+    live: int
+    unfit: tuple[Mismatch, ...]
+    moved: tuple[str, ...]
+    compared: Compared
+    slots: tuple[list[torch.Tensor], list[torch.Tensor]]  # before and after
+    slots_differ: tuple[torch.Tensor, ...]
+
+    @property
+    def held_bytes(self) -> int:
+        return self.compared.held_bytes
+
+    @property
+    def flags(self) -> list[torch.Tensor]:
+        return [*self.compared.flags, *self.slots_differ]
+
+    def told(self, flags: Sequence[bool]) -> Replay:
+        """flags: values of `self.flags`."""
+        own = len(self.compared.flags)
+        mismatches = (*self.unfit, *self.compared.mismatches(flags[:own]))
+        changed = self.rig.slots_watch.changed(*self.slots) if any(flags[own:]) else ()
+        mutated = tuple(f"slots.{name}" for name in changed)
+        return Replay(self.number, self.rig.arm, self.bucket, self.live, mismatches, self.moved, mutated)
+
+
+MOST_UNREAD_BYTES = 2**28
+"""What replays may keep on the device before somebody looks at them."""
+
+
+def read(observed: Sequence[Observed]) -> list[Replay]:
+    """What replays left behind, with one wait for the device where nothing is wrong."""
+    told = iter(read_together([flag for one in observed for flag in one.flags]))
+    return [one.told(list(islice(told, len(one.flags)))) for one in observed]
 
 
 @dataclass(eq=False)
@@ -176,12 +217,17 @@ class Subject:
         """Every arm's replay of every batch, arms side by side on the same inputs."""
         rigs = {arm: self.rig(arm) for arm in self.arms}
         tables = {name: t.clone() for name, t in tensors_of(self.pools).items()}
-        history = []
+        history, unread, held_bytes = [], [], 0
         for number, live in enumerate(self.batches()):
             words: dict[Tails, Word] = {}
             for arm, rig in rigs.items():
                 if number % self._thinned(arm) == 0:
-                    history.append(rig.observe(number, live, words))
+                    unread.append(rig.observe(number, live, words))
+                    held_bytes += unread[-1].held_bytes
+            if held_bytes > MOST_UNREAD_BYTES:
+                history += read(unread)
+                unread, held_bytes = [], 0
+        history += read(unread)
         spoilt = changed(tables, tensors_of(self.pools))
         if spoilt:
             last = history[-1]
@@ -216,36 +262,52 @@ class Rig:
     ) -> None:
         self.subject, self.arm = subject, arm
         self.factory = _ColdGraphs(subject.device)
+        self._layouts: dict[int, Layout] = {}
         with self.on_stream(), nullcontext() if backend is None else _state_kept(backend):
             self.backend = backend or subject.backend(arm, tail)
             self.slots = self.new_slots(buckets or subject.buckets)
+            self._on_host = self.new_slots(buckets or subject.buckets, torch.device("cpu"))
             self.runner = subject.runner_class(
                 self.backend, subject.mode, buckets or subject.buckets, self.slots, arm.placement, self.factory
             )
             if capture:
                 self.runner.capture()
+        self.slots_watch = Watch(tensors_of(vars(self.slots)))
         captured = self.runner.buckets if capture else ()
         self._addresses = {b: addresses(self.metadata(b)) for b in captured}
         self._constants = {b: scalars_of(self.metadata(b)) for b in captured}
 
-    def new_slots(self, buckets: Sequence[int]) -> StaticSlots:
+    def new_slots(self, buckets: Sequence[int], device: torch.device | None = None) -> StaticSlots:
+        """Slots for these sizes; device: the subject's if None."""
         s, shape = self.subject, self.subject.shape
         mask_context = s.case.max_context if s.case.topk > 1 else 0
         return StaticSlots(
-            max(buckets), shape.tokens_per_req, self.backend.seq_len_fill_value, s.device,
+            max(buckets), shape.tokens_per_req, self.backend.seq_len_fill_value, device or s.device,
             lens=s.lens, rows=s.rows, mask_context=mask_context, slots_per_token=slots_per_token(s.case),
         )  # fmt: skip
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Everything a rig does runs on the stream its graphs are launched on, and is over when this ends."""
-        if self.factory.stream is None:
+        """Everything a rig does runs on the stream its graphs are launched on, behind all that came before it and
+        before all that comes after it. The host does not wait: processes that share a GPU take turns at every wait."""
+        stream = self.factory.stream
+        if stream is None:
             yield
             return
-        torch.cuda.synchronize(self.subject.device)
-        with torch.cuda.stream(self.factory.stream):
-            yield
-        torch.cuda.synchronize(self.subject.device)
+        around = torch.cuda.current_stream(self.subject.device)
+        stream.wait_stream(around)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            around.wait_stream(stream)
+
+    def __del__(self) -> None:
+        """A graph may be launched still, and its memory is given back with it."""
+        factory = self.__dict__.get("factory")
+        if factory is not None and factory.stream is not None:
+            with suppress(RuntimeError):  # a device fault is told by whoever waits for a result
+                factory.stream.synchronize()
 
     def metadata(self, bucket: int) -> Any:
         """The object that the capture of `bucket` bound."""
@@ -258,59 +320,84 @@ class Rig:
 
     def load(self, live: LiveBatch) -> StepInputs:
         """Hand a batch to the runner."""
-        step = upload(live, self.subject.device, lens=self.subject.lens, rows=self.subject.rows)
-        self.runner.load_batch(step)
-        return step
+        here, there = (
+            upload(live, device, lens=self.subject.lens, rows=self.subject.rows)
+            for device in (torch.device("cpu"), self.subject.device)
+        )
+        self.runner.load_batch(there)
+        # What the slots must hold now, without asking the device.
+        self._on_host.fill(here, self.runner.bucket)
+        self._step_on_host = here
+        return there
 
-    def expected(self, step: StepInputs) -> Word:
+    def expect(self, live: LiveBatch) -> Word:
+        """Load a batch; the oracle's word on it."""
+        self.load(live)
+        return self.expected()
+
+    def expected(self) -> Word:
         """The oracle's word on the batch that is loaded."""
         if self.subject.host_pools is None:
             self.subject.host_pools = host_pools(self.runner)
-        word = self.backend.expected(host_batch(self.runner, step), self.subject.host_pools)
+        batch = host_batch(self._on_host, self.subject.mode, self.runner.bucket, self._step_on_host)
+        word = self.backend.expected(batch, self.subject.host_pools)
         return word, {path: OnDevice.of(e, self.subject.device) for path, e in word.items()}
 
     def poison(self, word: Word, salt: int) -> Poisoned:
         """Poison every bound cell that is no preset."""
-        bound, spills = self.bound, frozenset()
+        return self._poison(self.bound, word, salt)[0]
+
+    def _poison(self, bound: dict[str, torch.Tensor], word: Word, salt: int) -> tuple[Poisoned, list[Mismatch]]:
+        """The same, and which fields could not be poisoned."""
+        spills, bucket, cannot = frozenset(), self.runner.bucket, unfit(bound, word[0])
         classic = self.arm.implementation is Implementation.ATEN
         if classic and (self.arm.placement is Placement.EAGER or children_of(self.backend)):
             spills = self.backend.allowances.spills
-        unusable = {m.path for m in unfit(bound, word[0]) if m.kind == "shape"}
-        return Poisoned(
-            {path: t for path, t in bound.items() if path not in unusable},
+        unusable = {m.path for m in cannot if m.kind == "shape"}
+        usable = {path: t for path, t in bound.items() if path not in unusable}
+        layout = self._layouts.get(bucket)
+        if layout is None or not layout.fits(usable):
+            layout = self._layouts[bucket] = Layout(usable)
+        poisoned = Poisoned(
+            usable,
             word[1],
             salt,
-            spare={t.untyped_storage().data_ptr() for t in self.inputs().values()},
+            spare=self._input_storages,
             spills=spills,
             unordered=self.backend.allowances.unordered,
+            layout=layout,
         )
+        return poisoned, cannot
 
+    @cached_property
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a rebuild reads and must not change: the runner's slots and the engine's tables."""
         slots = {f"slots.{name}": t for name, t in tensors_of(vars(self.slots)).items()}
         return slots | {f"pools.{name}": t for name, t in tensors_of(self.subject.pools).items()}
 
+    @cached_property
+    def _input_storages(self) -> frozenset[int]:
+        return frozenset(t.untyped_storage().data_ptr() for t in self.inputs.values())
+
     def replay(self, live: LiveBatch, salt: int) -> list[Mismatch]:
         """Load, poison, rebuild, launch, compare."""
-        return list(self.observe(salt, live, {}).mismatches)
+        return list(read([self.observe(salt, live, {})])[0].mismatches)
 
-    def observe(self, number: int, live: LiveBatch, words: dict[Tails, Word]) -> Replay:
+    def observe(self, number: int, live: LiveBatch, words: dict[Tails, Word]) -> Observed:
         """The same, and what else the replay did. `words` keeps the oracle's word for arms of the same tail policy."""
         with self.on_stream():
-            step = self.load(live)
+            self.load(live)
             tails = tuple(backend.tail for backend in every(self.backend))
             if tails not in words:
-                words[tails] = self.expected(step)
-            word, bucket = words[tails], self.runner.bucket
-            before = {name: t.clone() for name, t in tensors_of(vars(self.slots)).items()}
-            unusable = unfit(self.bound, word[0])
-            poisoned = self.poison(word, salt=number)
+                words[tails] = self.expected()
+            bucket, before = self.runner.bucket, self.slots_watch.copy()
+            poisoned, cannot = self._poison(self.bound, words[tails], salt=number)
             self.runner.rebuild()
             self.runner.launch()
-            mismatches = unusable + poisoned.mismatches()
-            after = tensors_of(vars(self.slots))
-            mutated = tuple(f"slots.{name}" for name in changed(before, after))
-        return Replay(number, self.arm, bucket, live.batch_size, tuple(mismatches), tuple(self._moved(bucket)), mutated)
+            compared, after = poisoned.compare(), self.slots_watch.copy()
+            differ = tuple((old != new).any() for old, new in zip(before, after, strict=True))
+        moved = tuple(self._moved(bucket))
+        return Observed(self, number, bucket, live.batch_size, tuple(cannot), moved, compared, (before, after), differ)
 
     def _moved(self, bucket: int) -> Iterator[str]:
         """How the metadata in use differs from what was captured."""

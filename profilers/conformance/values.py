@@ -13,7 +13,7 @@ from ...backends.modes import Arm, ForwardMode, Implementation, Placement, TailP
 from ...backends.runners.decode import StaticSlots
 from .findings import Note, Skip, check
 from .poison import Mismatch, bits
-from .subject import Replay, Rig, Subject
+from .subject import Replay, Rig, Subject, changed
 
 
 def _told(subject: Subject, kinds: set[str], *, padding: bool = False) -> Iterator[str]:
@@ -56,13 +56,18 @@ def order_independence(subject: Subject) -> Iterator[str]:
         for live in _ups_and_downs(subject):
             after_others = _live_cells(used, live)
             fresh = _live_cells(subject.rig(arm, buckets=[used.runner.bucket]), live)
-            for path, cells in after_others.items():
-                if not torch.equal(cells, fresh[path]):
-                    i = int((cells != fresh[path]).nonzero()[0])
-                    yield (
-                        f"{path}: live cell {i} is {int(cells[i])} after other batches, {int(fresh[path][i])} in a "
-                        f"fresh process ({arm}, B={used.runner.bucket}, {live.batch_size} live)"
-                    )
+            for path in changed(after_others, fresh):
+                i, found, alone = _first_difference(after_others[path], fresh[path])
+                yield (
+                    f"{path}{i} is {found} after other batches, {alone} in a fresh process "
+                    f"({arm}, B={used.runner.bucket}, {live.batch_size} live)"
+                )
+
+
+def _first_difference(one: torch.Tensor, other: torch.Tensor) -> tuple[list[int], int, int]:
+    """Where two fields differ first, and both cells."""
+    i = tuple((one != other).nonzero()[0].tolist())
+    return list(i), int(one[i]), int(other[i])
 
 
 def _ups_and_downs(subject: Subject) -> Iterator[LiveBatch]:
@@ -77,13 +82,15 @@ def _ups_and_downs(subject: Subject) -> Iterator[LiveBatch]:
 
 
 def _live_cells(rig: Rig, live: LiveBatch) -> dict[str, torch.Tensor]:
-    """Replay without poison: the cells that a kernel would read, in one row for each field."""
+    """Replay without poison: each field with zeros where no kernel would read."""
     with rig.on_stream():
-        step = rig.load(live)
-        expected, _ = rig.expected(step)
+        expected, _ = rig.expect(live)
         rig.runner.rebuild()
         rig.runner.launch()
-        return {path: bits(t)[torch.from_numpy(expected[path].live).to(t.device)] for path, t in rig.bound.items()}
+        read = {
+            path: torch.from_numpy(expected[path].live).to(t.device, non_blocking=True) for path, t in rig.bound.items()
+        }
+        return {path: torch.where(read[path], bits(t), 0) for path, t in rig.bound.items()}
 
 
 @check("C6", "padding rows hold what padding must hold, and live rows do not read behind themselves", everywhere=True)
@@ -100,9 +107,8 @@ def padded_tail(subject: Subject) -> Iterator[str]:
         with rig.on_stream():
             _leave_behind(subject, rig.slots)
         dirty = _live_cells(rig, batch)
-        for path, cells in clean.items():
-            if not torch.equal(cells, dirty[path]):
-                yield f"{path} depends on what older batches left in the slots ({arm}, B={largest}, {live} live)"
+        for path in changed(clean, dirty):
+            yield f"{path} depends on what older batches left in the slots ({arm}, B={largest}, {live} live)"
         fill, slots = rig.slots.fill_value, rig.slots.slots_per_req
         for name, pad, width in (
             ("req_pool_indices", 0, 1), ("seq_lens", fill, 1), ("seq_lens_cpu", fill, 1), ("out_cache_loc", 0, slots),
@@ -141,7 +147,7 @@ def live_tensor_binding(subject: Subject) -> Iterator[str]:
         for salt, size in enumerate((max(subject.buckets), max(max(subject.buckets) - 1, 1), min(subject.buckets))):
             with rig.on_stream():
                 step = rig.load(subject.some_batch(size, seed=10 + salt))
-                poisoned = rig.poison(rig.expected(step), salt)
+                poisoned = rig.poison(rig.expected(), salt)
                 rig.runner.rebuild()
                 for t in (step.out_cache_loc, step.seq_lens, step.req_pool_indices, step.positions):
                     t.fill_(1)  # what the next owner of this memory would do
@@ -182,13 +188,12 @@ def fused_parity(subject: Subject) -> Iterator[str]:
         for salt, size in enumerate((largest, 1, max(largest - 1, 1))):
             compared += 1
             classic, fused = (_cells(rig, subject.some_batch(size, seed=20 + salt), salt) for rig in rigs)
-            for path in classic:
-                if not torch.equal(classic[path], fused[path]):
-                    i = tuple((classic[path] != fused[path]).nonzero()[0].tolist())
-                    yield (
-                        f"{path}{list(i)}: aten leaves {int(classic[path][i])}, fused {int(fused[path][i])} "
-                        f"({tail} tails, {placement}, B={rigs[0].runner.bucket}, {size} live)"
-                    )
+            for path in changed(classic, fused):
+                i, left, right = _first_difference(classic[path], fused[path])
+                yield (
+                    f"{path}{i}: aten leaves {left}, fused {right} "
+                    f"({tail} tails, {placement}, B={rigs[0].runner.bucket}, {size} live)"
+                )
     if not compared:
         raise Skip("needs an aten and a fused arm of one placement")
     yield Note(f"{compared} pairs")
@@ -204,7 +209,7 @@ def _with_tail(subject: Subject, arm: Arm, tail: TailPolicy, buckets: list[int])
 def _cells(rig: Rig, live: LiveBatch, salt: int) -> dict[str, torch.Tensor]:
     """Every bound cell after a replay on poison."""
     with rig.on_stream():
-        rig.poison(rig.expected(rig.load(live)), salt)
+        rig.poison(rig.expect(live), salt)
         rig.runner.rebuild()
         rig.runner.launch()
         return {path: bits(t).clone() for path, t in rig.bound.items()}

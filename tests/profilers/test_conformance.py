@@ -222,7 +222,7 @@ def test_c18_what_the_scheduler_rewrites_is_what_each_kind_of_backend_reads(back
     on = SMALL.subject(backend, ForwardMode.DECODE, DEVICE, ATEN[1:], seed=0)
     rig = on.rig(ATEN[1])
     with rig.on_stream():
-        poisoned = rig.poison(rig.expected(rig.load(on.some_batch(3))), 0)
+        poisoned = rig.poison(rig.expect(on.some_batch(3)), 0)
         rig.runner.rebuild()
         for table, following in next_tables(on.pools):
             assert table.sort(dim=0).values.equal(following.sort(dim=0).values), "nothing that was not there"
