@@ -2,7 +2,8 @@
 
 A candidate ties with the fastest if its median is within MARGIN, or if the paired 95% interval of their ratio holds 1.
 A tie is broken by a fixed rule: the default if it is among them, else the first in the space's order. So the default
-is left only for something that beats it by more than MARGIN and by more than the noise.
+is left only for something that beats it by more than MARGIN and by more than the noise. Before the order of the space
+comes for how many other lengths a candidate is no slower than the default.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Choice:
         medians_us: by candidate.
         reason: one sentence.
         rejected: finalists that could not be considered.
+        serves: lengths unlike the mix's on which the winner was timed and is not slower than the default.
     """
 
     winner: Candidate
@@ -38,6 +40,7 @@ class Choice:
     medians_us: dict[Candidate, float]
     reason: str
     rejected: dict[Candidate, Outcome] = field(default_factory=dict)
+    serves: tuple[str, ...] = ()
 
 
 GUARDS = {"slower_cold": "with cold caches", "slower_rank": "on the slowest rank"}
@@ -45,7 +48,11 @@ GUARDS = {"slower_cold": "with cold caches", "slower_rank": "on the slowest rank
 
 
 def choose(
-    order: Sequence[Candidate], default: Candidate, times: Times, guards: Mapping[str, Times] | None = None
+    order: Sequence[Candidate],
+    default: Candidate,
+    times: Times,
+    guards: Mapping[str, Times] | None = None,
+    lengths: Mapping[str, Times] | None = None,
 ) -> Choice | None:
     """The winner among `times`, or None where nothing can win.
 
@@ -54,6 +61,7 @@ def choose(
         default: what runs untuned, finalist or not.
         times: us by candidate; value i of all was taken in the same moment.
         guards: times under other conditions, by cause: what is slower than the default there cannot win.
+        lengths: times on lengths unlike the mix's, by their name: what is slower there can win, and is said to.
     """
     rejected = {c: found for c in order if (found := _disqualified(c, default, times, guards or {}))}
     running = [c for c in order if c not in rejected]
@@ -62,11 +70,27 @@ def choose(
     medians = {c: median(_positive(times[c])) for c in running}
     best = min(running, key=medians.__getitem__)
     tied = tuple(c for c in running if _ties(c, best, times, medians))
+    serves = {c: _served(c, default, lengths or {}) for c in tied}
     if default in tied:
         winner = default
     else:
-        winner = next(c for c in tied if default not in medians or medians[c] * (1 + MARGIN) < medians[default])
-    return Choice(winner, tied, medians, _reason(winner, best, default, medians), rejected)
+        better = [c for c in tied if default not in medians or medians[c] * (1 + MARGIN) < medians[default]]
+        winner = max(better, key=lambda c: len(serves[c]))  # of equals the first
+    return Choice(winner, tied, medians, _reason(winner, best, default, medians), rejected, serves[winner])
+
+
+def _served(candidate: Candidate, default: Candidate, lengths: Mapping[str, Times]) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, times in lengths.items()
+        if candidate in times and default in times and not_slower(times[default], times[candidate])
+    )
+
+
+def not_slower(default_us: Sequence[float], us: Sequence[float]) -> bool:
+    """Whether a candidate was timed and takes no more than the default, within the noise and MARGIN."""
+    verdict = paired_verdict(_or_nan(default_us), _or_nan(us), tolerance=MARGIN)
+    return verdict.ratio is not None and verdict.ratio <= 1 + MARGIN and verdict.word != SLOWER
 
 
 def _disqualified(

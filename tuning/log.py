@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STATIC, ROUGH, HOT, COLD, SLOWEST = "static", "rough", "final_hot", "final_cold", "final_slowest_rank"
+SHORT, LONG = "final_short", "final_long"
 HELD_OUT_HOT, HELD_OUT_COLD = "held_out_hot", "held_out_cold"
-"""Phases: compiled, timed alone, timed side by side with warm and with cold caches (means over ranks), and on each
-candidate's slowest rank; the default beside the choice on shapes that were not tuned."""
+"""Phases: compiled, timed alone, timed side by side with warm and with cold caches (means over ranks), on each
+candidate's slowest rank, and on short and long requests only; the default beside the choice on shapes that were not
+tuned."""
+
+FINALS = {HOT: "hot_us", COLD: "cold_us", SLOWEST: "slowest_us", SHORT: "short_us", LONG: "long_us"}
+"""Phase -> field of `Finals`."""
 
 END = b"\r\n"
 """Of a row. Line breaks within a text are bare."""
@@ -73,7 +78,7 @@ class Log:
         self._write(case, ROUGH, outcome)
 
     def finals(self, case: Case, finals: Finals) -> None:
-        self._side_by_side(case, finals, {HOT: finals.hot_us, COLD: finals.cold_us, SLOWEST: finals.slowest_us})
+        self._side_by_side(case, finals, {phase: getattr(finals, name) for phase, name in FINALS.items()})
 
     def held_out(self, case: Case, finals: Finals, rule: str) -> None:
         """The default, then what the store gave by `rule`."""
@@ -121,7 +126,7 @@ class Replay:
     def __init__(self, case: Case, gpu: str, rows: pd.DataFrame) -> None:
         self.case, self.gpu = case, gpu
         self._outcomes: dict[Candidate, Outcome] = {}
-        self._times: dict[str, dict[Candidate, tuple[float, ...]]] = {HOT: {}, COLD: {}, SLOWEST: {}}
+        self._times: dict[str, dict[Candidate, tuple[float, ...]]] = {phase: {} for phase in FINALS}
         pruned: set[Candidate] = set()
         for row in rows.itertuples():
             candidate = _candidate(row.candidate)
@@ -144,7 +149,7 @@ class Replay:
     def finals(self, finalists: Sequence[Candidate]) -> Finals:
         """Side by side only where all of them were; other finalists than the logged ones have their rough times."""
         if all(candidate in self._times[HOT] for candidate in finalists):
-            return Finals(*(_only(self._times[phase], finalists) for phase in (HOT, COLD, SLOWEST)))
+            return Finals(**{name: _only(self._times[phase], finalists) for phase, name in FINALS.items()})
         return Finals({}, note="not all finalists were timed side by side: decided by the logged rough times")
 
 

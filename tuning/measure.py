@@ -37,6 +37,10 @@ ROUGH_REPEATS = 4
 FINAL_REPEATS = 20
 COLD_REPEATS = 12
 """A flush before each rebuild makes these the most expensive samples; they only guard."""
+UNLIKE_COUNTS, UNLIKE_REPEATS = (2 * DRAWS, 6 * DRAWS), 12
+"""For lengths unlike the mix's; they only say what else a choice is good for."""
+SHORT_SHARE, LONG_SHARE = 64, 2
+"""Short requests have up to the limit's 64th part, long ones at least its half."""
 MOST_POOLS = 8
 """Tables that are kept, of the last shapes: each up to some hundred megabytes."""
 CALLS_AGAIN = 9
@@ -76,7 +80,7 @@ class CaseMeasurer:
         self._pools = pools or case_pools(self._case, self._device)
         batches = _Batches(self._case, self._class, self._pools)
         self._checks = batches.checks
-        self._timed = batches.draws
+        self._timed, self._short, self._long = batches.draws, batches.short, batches.long
         self._inputs = tensors_of([self._pools, self._timed, [check.batch for check in self._checks]], "inputs")
         self._originals = {path: tensor.clone() for path, tensor in self._inputs.items()}
 
@@ -108,12 +112,13 @@ class CaseMeasurer:
         try:
             backends = {candidate: self._built(candidate) for candidate in candidates}
             hot = self._samples(backends, FINAL_REPEATS)
-            cold = self._samples(backends, COLD_REPEATS, cold=True)
+            cold = self._samples(backends, COLD_REPEATS, COLD_COUNTS, cold=True)
+            unlike = [self._samples(backends, UNLIKE_REPEATS, UNLIKE_COUNTS, on) for on in (self._short, self._long)]
             rejected = {c: found for c, b in backends.items() if (found := self._wrong(c, b, CALLS_AGAIN))}
         except Exception as error:
             cause, reason = why(error)
             return Finals({}, note=f"the finalists could not be timed side by side ({cause}: {reason})")
-        return Finals(hot, cold, rejected=rejected)
+        return Finals(hot, cold, rejected=rejected, short_us=unlike[0], long_us=unlike[1])
 
     def body(self, candidate: Candidate) -> Callable[[], None]:
         """A call that rebuilds for the next batch of the mix; neither checked nor captured."""
@@ -156,19 +161,24 @@ class CaseMeasurer:
         return changed
 
     def _samples(
-        self, backends: Mapping[Candidate, AttentionBackend], repeats: int, cold: bool = False
+        self,
+        backends: Mapping[Candidate, AttentionBackend],
+        repeats: int,
+        counts: tuple[int, int] = HOT_COUNTS,
+        batches: Sequence[ForwardBatch] = (),
+        cold: bool = False,
     ) -> dict[Candidate, tuple[float, ...]]:
-        counts = COLD_COUNTS if cold else HOT_COUNTS
-        bodies = {str(candidate): self._body(backend) for candidate, backend in backends.items()}
+        bodies = {str(candidate): self._body(backend, batches) for candidate, backend in backends.items()}
         found = interleaved_us(
             bodies, device=self._device, cold=cold, repeats=repeats, counts=counts, timer=self._timer
         )
         return {candidate: tuple(found[str(candidate)]) for candidate in backends}
 
-    def _body(self, backend: AttentionBackend) -> Callable[[], None]:
-        """Rebuilds for the next batch of the mix. A graph holds whole rounds, so each batch weighs the same."""
-        batches = itertools.cycle(self._timed)
-        return lambda: backend.init_forward_metadata_in_graph(next(batches))
+    def _body(self, backend: AttentionBackend, batches: Sequence[ForwardBatch] = ()) -> Callable[[], None]:
+        """Rebuilds for the next batch, of the mix if none are given. A graph holds whole rounds, so each weighs the
+        same."""
+        turns = itertools.cycle(batches or self._timed)
+        return lambda: backend.init_forward_metadata_in_graph(next(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +209,7 @@ class _Batches:
 
     Attributes:
         draws: DRAWS batches from the length mix.
+        short, long: as many of short and of long requests only.
         checks: batches with every length at which a kernel can go wrong, and the first draw.
     """
 
@@ -211,10 +222,16 @@ class _Batches:
         first = self._check(drawn[0])
         self.draws = [first.batch, *(self._loaded(lengths)[1] for lengths in drawn[1:])]
         self.checks = [*(self._check(lengths) for lengths in self._edges(drawn[0])), first]
+        limit = self._shape.limit
+        self.short = [self._loaded(self._drawn(f"uniform:1:{max(1, limit // SHORT_SHARE)}"))[1] for _ in range(DRAWS)]
+        self.long = [
+            self._loaded(self._drawn(f"uniform:{max(1, limit // LONG_SHARE)}:{limit}"))[1] for _ in range(DRAWS)
+        ]
 
-    def _drawn(self) -> np.ndarray:
+    def _drawn(self, context: str = "") -> np.ndarray:
+        """Lengths of a batch, from the case's mix unless another is given."""
         shape = self._shape
-        lengths = context_lengths(parse_context(self._case.context), shape.bucket, shape.limit, self._rng)
+        lengths = context_lengths(parse_context(context or self._case.context), shape.bucket, shape.limit, self._rng)
         return np.clip(lengths, shape.minimum, shape.limit)
 
     def _edges(self, filling: np.ndarray) -> Iterator[np.ndarray]:

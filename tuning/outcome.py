@@ -70,6 +70,7 @@ class Finals:
     Attributes:
         hot_us, cold_us: by candidate, the mean over ranks; hot: buffers as the rebuild before left them in the caches.
         slowest_us: the same hot times on the candidate's slowest rank; empty for one rank.
+        short_us, long_us: hot, on batches of short and of long requests only, whatever the mix.
         rejected: finalists that were found out only now.
         note: what a reader must know of how these were taken.
     """
@@ -79,6 +80,8 @@ class Finals:
     slowest_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
     rejected: Mapping[Candidate, Outcome] = field(default_factory=dict)
     note: str = ""
+    short_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    long_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
 
 
 class Measurer(Protocol):

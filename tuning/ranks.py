@@ -16,6 +16,7 @@ from .isolated import IsolatedBench
 from .outcome import Finals, Outcome
 from .space import Candidate
 
+MEANS = ("hot_us", "cold_us", "short_us", "long_us")
 Times = dict[Candidate, tuple[float, ...]]
 
 
@@ -59,9 +60,9 @@ def together(ranks: Sequence[Finals]) -> Finals:
     if not all(finals.hot_us for finals in ranks):
         return Finals({}, note="; ".join(notes))
     rejected = {c: outcome for finals in reversed(ranks) for c, outcome in finals.rejected.items()}
-    hot, cold = (_means([getattr(finals, name) for finals in ranks]) for name in ("hot_us", "cold_us"))
+    hot, cold, short, long = (_means([getattr(f, name) for f in ranks]) for name in MEANS)
     slowest = {c: max((finals.hot_us[c] for finals in ranks), key=median) for c in hot} if len(ranks) > 1 else {}
-    return Finals(hot, cold, slowest, rejected, "; ".join(notes))
+    return Finals(hot, cold, slowest, rejected, "; ".join(notes), short, long)
 
 
 def _means(ranks: Sequence[Times]) -> Times:

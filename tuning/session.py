@@ -265,6 +265,7 @@ def entry_of(case: Case, gpu: str, default: Candidate, tuned: Tuned, ranks: int 
         "cold_p50_us": _rounded(median(cold[choice.winner]) if choice.winner in cold else None),
         "default_cold_p50_us": _rounded(median(cold[default]) if default in cold else None),
         store.CHOSE_DEFAULT: choice.winner == default,
+        store.SERVES: list(choice.serves),
         "reason": choice.reason,
         "tied": [candidate.as_dict() for candidate in choice.tied],
         "ranks": ranks,

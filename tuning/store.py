@@ -36,10 +36,13 @@ FOLDER_VARIABLE = "ATTN_GRAPH_TUNED_DIR"
 SHIPPED = Path(__file__).parent / "tables"
 LOCK_TIMEOUT_S = 30.0
 BOUND = 2.0
-"""A neighbour's bucket and columns are at most this many times larger or smaller."""
+"""A neighbour's bucket and columns are at most this many times larger or smaller; so is the mean of its lengths, unless
+it was timed on lengths of that kind too."""
 
 CHOSE_DEFAULT = "chose_default"
 """Fact: whether the choice is what would have run untuned."""
+SERVES, SHORT, LONG = "serves", "short", "long"
+"""Fact: on which lengths unlike its mix's a choice was timed beside the default, and is not slower."""
 
 EXACT, NEIGHBOUR, FAMILY, DEFAULT = "exact", "neighbour", "family", "default"
 
@@ -102,6 +105,22 @@ class Entry:
         """What it says for a shape. Where the default was chosen, another shape gets the default made for it: None."""
         kept = key == self.key or self.facts.get(CHOSE_DEFAULT) is not True
         return dict(self.config) if kept else None
+
+    def fits_lengths(self, context: str) -> bool:
+        """Whether it may be used for another mix of lengths.
+
+        Means are alike within BOUND, or its facts say that on shorter (longer) lengths it is not slower either. A
+        choice for long requests has many programs a row, which idle on short ones and cost a few percent.
+        """
+        if context == self.key.context:
+            return True
+        known, asked = mean_length(self.key.context), mean_length(context)
+        if not known or not asked:
+            return False
+        if 1 / BOUND <= asked / known <= BOUND:
+            return True
+        served = self.facts.get(SERVES)
+        return isinstance(served, list) and (SHORT if asked < known else LONG) in served
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +200,11 @@ def lookup(key: Key) -> Found:
 def nearest(key: Key, entries: Sequence[Entry]) -> tuple[str, Entry] | None:
     """The rule that gives a choice for `key`, and the choice; of equally near ones the first."""
     for rule, of in ((NEIGHBOUR, key), *((FAMILY, replace(key, device=device)) for device in _relatives(key, entries))):
-        ranked = [(far, entry) for entry in entries if (far := _distance(of, entry.key)) is not None]
+        ranked = [
+            (far, entry)
+            for entry in entries
+            if (far := _distance(of, entry.key)) is not None and entry.fits_lengths(of.context)
+        ]
         if ranked:
             _, entry = min(ranked, key=lambda found: found[0])
             return (EXACT if entry.key == key else rule), entry
@@ -393,6 +416,21 @@ def _set_aside(path: Path, why: str) -> str:
 # Nearness.
 
 
+def mean_length(context: str) -> float | None:
+    """Of a mix as ``--context`` has it, in tokens; None for what is no mix."""
+    kind, *bounds = context.split(":")
+    try:
+        if not bounds:
+            lengths = [int(length) for length in kind.split("+")]
+            return sum(lengths) / len(lengths)
+        low, high = map(int, bounds)
+    except ValueError:
+        return None
+    if kind == "loguniform" and 0 < low < high:
+        return (high - low) / math.log(high / low)
+    return (low + high) / 2
+
+
 def _distance(wanted: Key, known: Key) -> tuple[float, bool, bool, bool] | None:
     """How far a known shape is from the wanted one, (0, False, ...) being the same; None: too far to be used."""
     if any(getattr(wanted, name) != getattr(known, name) for name in _VARIANT):
@@ -423,6 +461,12 @@ def _why_nothing(key: Key, known: list[Key]) -> str:
     same = [k for k in here if all(getattr(k, name) == getattr(key, name) for name in _VARIANT)]
     if not same:
         return "tuned on this GPU only for other page sizes, pools or dtypes"
+    near = [k for k in same if _distance(key, k) is not None]
+    if near:
+        return (
+            f"tuned for {_listed(k.context for k in near)} only: lengths that are on average more than {BOUND:g} times "
+            "longer or shorter, and on ones like these the choice was slower than the default or not timed"
+        )
     shapes = _listed(f"{k.bucket} x {k.columns}" for k in same)
     return f"no tuned shape (bucket x columns: {shapes}) is within {BOUND:g} times of it"
 

@@ -11,6 +11,7 @@ from . import exhaustive, random_order, surrogate
 from .decide import Choice, choose
 from .outcome import NOT_TRIED, OK, Finals, Measurer, Outcome
 from .space import Candidate
+from .store import LONG, SHORT
 from .trials import Search, Trials
 
 SEARCHES: dict[str, Search] = {
@@ -107,7 +108,8 @@ def _decided(outcomes: tuple[Outcome, ...], finalists: list[Candidate], default:
     rough = {o.candidate: o.samples_us for o in outcomes}
     times = finals.hot_us or rough  # one finalist alone, or finals that broke
     order = [c for c in finalists if c not in finals.rejected]
-    choice = choose(order, default, times, {"slower_cold": finals.cold_us, "slower_rank": finals.slowest_us})
+    guards = {"slower_cold": finals.cold_us, "slower_rank": finals.slowest_us}
+    choice = choose(order, default, times, guards, {SHORT: finals.short_us, LONG: finals.long_us})
     late = dict(finals.rejected) | (choice.rejected if choice else {})
     outcomes = tuple(late.get(o.candidate, o) for o in outcomes)
     return Tuned(outcomes, finals, choice, (finals.note,) if finals.note else ())

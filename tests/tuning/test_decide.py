@@ -94,6 +94,21 @@ def test_a_default_that_is_unusable_does_not_stop_the_others():
     assert "default is not usable" in choice.reason
 
 
+def test_of_equals_the_one_that_is_nowhere_slower_is_taken_and_lengths_it_is_slower_on_are_not_its_own():
+    """B and C tie on the mix; B loses on short requests, which are not reason enough to leave 20% on the mix."""
+    mix = {A: around(1.2), B: around(1.0, seed=1), C: around(1.0, seed=2)}
+    short = {A: around(1.0), B: around(1.06, seed=1), C: around(1.0, seed=2)}
+    long = {A: around(3.0), B: around(2.9, seed=1), C: around(2.9, seed=2)}
+    lengths = {"short": short, "long": long}
+    choice = choose([A, B, C], A, mix, lengths=lengths)
+    assert (choice.winner, choice.serves) == (C, ("short", "long"))
+    choice = choose([A, B], A, mix, lengths=lengths)
+    assert (choice.winner, choice.serves) == (B, ("long",))
+    assert choose([A, B], A, mix).serves == (), "what was not timed is not served"
+    too_noisy = {A: [1.0] * 20, B: [0.7, 1.5] * 10}
+    assert choose([A, B], A, mix, lengths={"short": too_noisy}).serves == ()
+
+
 def test_what_wins_hot_and_loses_cold_is_not_taken():
     hot = {A: around(1.0), B: around(0.8, seed=1), C: around(0.9, seed=2)}
     cold = {A: around(5.0), B: around(6.0, seed=1), C: around(5.0, seed=2)}

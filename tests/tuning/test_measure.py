@@ -189,6 +189,15 @@ def test_every_batch_of_the_mix_is_timed():
     assert max(int(batch.seq_lens.max()) for batch in seen) > 4 * min(int(batch.seq_lens.min()) for batch in seen)
 
 
+def test_finalists_are_timed_on_short_and_on_long_requests_too():
+    measurer = CaseMeasurer(CASE, DEVICE, timer=CountingTimer())
+    lengths = {name: [int(n) for b in getattr(measurer, name) for n in b.seq_lens] for name in ("_short", "_long")}
+    assert max(lengths["_short"]) <= CASE.max_context // 64 < CASE.max_context // 2 <= min(lengths["_long"])
+    assert [len(v) for v in lengths.values()] == [DRAWS * CASE.bucket] * 2
+    finals = measurer.finals([GOOD, OTHER])
+    assert set(finals.short_us) == set(finals.long_us) == {GOOD, OTHER}
+
+
 def test_after_tuning_the_inputs_are_what_they_were_byte_for_byte():
     measurer = CaseMeasurer(CASE, DEVICE, timer=CountingTimer())
     before = {path: tensor.cpu().numpy().tobytes() for path, tensor in measurer._inputs.items()}

@@ -168,6 +168,7 @@ def test_the_tuned_choice_of_several_ranks_is_one_entry_and_says_how_many_they_w
             return Finals({c: (1.0 + space.index(c) + len(devices),) * 20 for c in chosen})
 
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(session, "IsolatedBench", Bench)
     with Log(None) as log, session.Session(
         Device("cuda", 0, "NVIDIA H200"), log, search=search, ranks=["cuda:0", "cuda:1"]

@@ -50,7 +50,8 @@ class MadeUpBench:
         return timed(candidate, [made_up_us(candidate)] * 5)
 
     def finals(self, chosen):
-        return Finals({c: (made_up_us(c),) * 20 for c in chosen})
+        times = {c: (made_up_us(c),) * 20 for c in chosen}
+        return Finals(times, short_us=times, long_us=times)
 
     def close(self) -> None:
         pass
@@ -79,6 +80,7 @@ class MadeUpCompilers:
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch, tmp_path):
     monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "tuned"))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(session, "IsolatedBench", MadeUpBench)
     monkeypatch.setattr(session, "Compilers", MadeUpCompilers)
     monkeypatch.setattr(MadeUpBench, "broken", False)
@@ -227,6 +229,28 @@ def test_choices_are_compared_with_the_default_on_shapes_that_were_not_tuned(tmp
     rows = rows[rows["phase"] == "held_out_hot"]
     assert len(rows) == 2 * len(held)
     assert set(rows["reason"]) == {"the default", "stored, by the rule: neighbour"}
+
+
+def test_on_lengths_on_which_a_choice_is_slower_the_default_runs_and_nothing_is_measured(tmp_path, monkeypatch):
+    """On short requests the default wins; the choice is for the mix, for longer requests and for more of them."""
+
+    def finals(self, chosen):
+        times = {c: (made_up_us(c),) * 20 for c in chosen}
+        return Finals(times, short_us={c: (1 / made_up_us(c),) * 20 for c in chosen}, long_us=times)
+
+    monkeypatch.setattr(MadeUpBench, "finals", finals)
+    with Log(tmp_path / "log.csv", GPU.name) as log, session.Session(GPU, log, search=search) as s:
+        (report,) = s.tune([CASE])
+        held = {(one.case.context, one.case.bucket): one for one in s.held_out([report])}
+    assert report.tuned.choice.winner == SPACE[-1]
+    short = held.pop(("uniform:1:1024", 8))
+    assert (short.word, short.ratio, short.found.rule) == ("same setting", 1.0, "default")
+    assert "on ones like these the choice was slower than the default" in store.describe(short.found)
+    assert {one.word for one in held.values()} == {"faster"}
+    ((_, entry),) = store.saved_entries()[0]
+    assert entry.facts["serves"] == ["long"]
+    (one,) = read_log(tmp_path / "log.csv")
+    assert session.replay(one, search).tuned.choice.serves == ("long",)
 
 
 def test_a_choice_that_is_slower_on_a_held_out_shape_is_said_to_be(tmp_path, monkeypatch):

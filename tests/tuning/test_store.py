@@ -11,6 +11,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 from attn_graph.backends.tunable import KERNELS
 from attn_graph.profilers.sample import Case
@@ -109,6 +111,10 @@ def test_a_large_batch_never_gets_what_was_tuned_for_small_ones(bucket):
         ({"columns": 4097}, DEFAULT),
         ({"bucket": 128, "columns": 1024}, NEIGHBOUR),
         ({"context": "8192"}, NEIGHBOUR),
+        ({"context": "1+8192+16384"}, NEIGHBOUR),
+        ({"context": "512"}, DEFAULT),
+        ({"context": "uniform:1:131072"}, DEFAULT),
+        ({"context": "no mix"}, DEFAULT),
         ({"mode": "target_verify"}, NEIGHBOUR),
         ({"backend": "flashattention"}, NEIGHBOUR),
         ({"page_size": 32}, DEFAULT),
@@ -136,6 +142,44 @@ def test_the_nearest_neighbour_wins_and_the_measured_mix_breaks_a_draw():
     store.save([Entry(replace(KEY, bucket=96, context="8192"), {"block": 3})])
     assert lookup(replace(KEY, bucket=80)).config == near
     assert lookup(replace(KEY, bucket=80, context="8192")).config == {"block": 3}
+
+
+@pytest.mark.parametrize(
+    ("context", "mean"),
+    [
+        ("8192", 8192),
+        ("1+3", 2),
+        ("uniform:1:2048", 1024.5),
+        ("loguniform:7:7", 7),
+        ("loguniform:1:131072", 11122.7),
+        ("", None),
+        ("a run", None),
+        ("uniform:1", None),
+    ],
+)
+def test_the_mean_of_a_mix(context, mean):
+    assert store.mean_length(context) == (None if mean is None else pytest.approx(mean, rel=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("serves", "short", "long"),
+    [
+        ([], DEFAULT, DEFAULT),
+        (["short"], NEIGHBOUR, DEFAULT),
+        (["long"], DEFAULT, NEIGHBOUR),
+        (["short", "long"], NEIGHBOUR, NEIGHBOUR),
+        ("short", DEFAULT, DEFAULT),  # by hand, and wrong
+    ],
+)
+def test_lengths_unlike_the_mix_get_a_choice_only_if_it_was_timed_on_such(serves, short, long):
+    store.save([Entry(KEY, CONFIG, {store.SERVES: serves})])
+    assert lookup(replace(KEY, context="uniform:1:2048")).rule == short
+    assert lookup(replace(KEY, context="uniform:1:131072", bucket=96)).rule == long
+    assert lookup(replace(KEY, context="uniform:1:16384")).rule == NEIGHBOUR, "as long as the mix, in the mean"
+    if short == DEFAULT:
+        told = describe(lookup(replace(KEY, context="uniform:1:2048")))
+        assert "tuned for loguniform:1:131072 only" in told
+        assert "slower than the default or not timed" in told
 
 
 def test_a_shipped_table_is_used_where_the_user_has_nothing_and_never_written(tmp_path):
@@ -250,6 +294,44 @@ def test_a_shipped_table_is_whole_and_every_choice_is_one_that_its_kernel_takes(
     kernels = {kernel.name: kernel for kernel in KERNELS.values()}
     for entry in entries:
         assert kernels[entry.key.kernel].config_of(entry.config).as_dict() == entry.config
+
+
+RESULTS = Path(__file__).parents[2] / "results" / "h200"
+
+
+def test_the_table_of_the_h200_is_what_its_logs_say():
+    """Every choice is a finalist of a log, with its time, beside the default's."""
+    entries = list(store._read(SHIPPED / "h200.json").entries())
+    assert len(entries) == 25
+    assert {entry.key.kernel for entry in entries} == {kernel.name for kernel in KERNELS.values()}
+    logs = [pd.read_csv(RESULTS / name, dtype=str) for name in ("tune.csv.gz", "tune_exhaustive.csv.gz")]
+    for entry in entries:
+        log = logs[entry.key.bucket == 64]
+        shape = {"backend": entry.key.backend, "bucket": str(entry.key.bucket), "swa": str(entry.key.swa)}
+        own = log[(log[list(shape)] == pd.Series(shape)).all(axis=1) & (log["phase"] == "final_hot")]
+        times = own.set_index("candidate")["p50_us"].astype(float)
+        setting = " ".join(f"{name}={value}" for name, value in entry.config.items())
+        assert times[setting] == pytest.approx(entry.facts["p50_us"], abs=1e-4)
+        assert entry.facts["p50_us"] <= entry.facts["default_p50_us"]
+        assert entry.key.device == "NVIDIA H200"
+
+
+def test_on_the_held_out_shapes_of_the_h200_the_table_gives_nothing_that_was_slower_there():
+    entries = list(store._read(SHIPPED / "h200.json").entries())
+    held = pd.read_csv(RESULTS / "tune_held_out.csv")
+    given = []
+    for shape in held.itertuples():
+        like = next(
+            e.key for e in entries if (e.key.backend, e.key.swa, e.key.bucket) == (shape.backend, shape.swa, 64)
+        )
+        found = store.nearest(replace(like, bucket=shape.bucket, context=shape.context), entries)
+        given.append(found[0] if found else DEFAULT)
+    assert given == held["rule"].tolist()
+    tuned = held[[rule != DEFAULT for rule in given]]
+    assert len(held) == 21 and len(tuned) == 17
+    assert (tuned["verdict"] != "slower").all()
+    assert held.loc[held["verdict"] == "slower", "rule"].tolist() == [DEFAULT] * 4
+    assert np.exp(np.log(tuned["ratio"]).mean()) < 0.9
 
 
 # What is kept.
