@@ -20,7 +20,7 @@ from .errors import CliError, ExitCode
 if TYPE_CHECKING:
     from ..profilers.conformance import Finding
 
-MOST_JOBS_ON_GPU = 32
+MOST_JOBS_ON_A_GPU = 32
 """Each process holds a context of half a gigabyte and its own tables there; more only wait for one another."""
 
 
@@ -48,7 +48,7 @@ def verify(
         ),
     ] = "all",
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Processes. Default: one a core, at most 32 on a GPU.")
+        int | None, typer.Option("--jobs", min=1, help="Processes. Default: one a core, at most 32 on each GPU.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -60,14 +60,16 @@ def verify(
 
     Each arm is replayed over sequences of batches on poisoned buffers and compared with an oracle, cell by cell; then
     come the rules of capture and replay. Exit code 1 if anything is wrong. Ctrl-C
-    keeps what is known; checks that had begun are told as interrupted.
+    keeps what is known; checks that had begun are told as interrupted. Processes share out all visible GPUs unless
+    --device names one.
 
     Example: attn-graph verify --backend trtllm_mha --mode decode
     """
     from ..backends.modes import Arm, ForwardMode
-    from ..profilers.devices import resolve, use_interpreter
+    from ..profilers.devices import parse_request, resolve, use_interpreter
 
     where = resolve(device)
+    any_gpu = where.is_cuda and parse_request(device)[1] is None
     use_interpreter(where)  # before names are looked up: that imports what third parties registered
     names = _names(backend)
     wanted = _modes(mode, names)
@@ -75,15 +77,16 @@ def verify(
     from ..profilers.conformance import CHECKS
     from ..profilers.conformance import verify as findings_of
 
+    gpus = _gpus() if any_gpu else int(where.is_cuda)
     checks = None if check == "all" else _checks(check, list(CHECKS))
     found = findings_of(
         names,
         None if wanted is None else [ForwardMode(name) for name in wanted],
-        str(where),
+        "cuda" if any_gpu else str(where),
         full=full,
         checks=checks,
         arms=arms,
-        jobs=jobs or _usual_jobs(where.is_cuda),
+        jobs=jobs or _usual_jobs(gpus),
     )
     with _stopped_like_ctrl_c():
         known, interrupted = _watched(found if out is None else _written(found, out))
@@ -91,7 +94,8 @@ def verify(
     if as_json:
         typer.echo(json.dumps([asdict(f) for f in known], indent=2))
     elif known:
-        _print(known, {c.id: c.title for c in CHECKS.values()}, where.title)
+        others = f", and {gpus - 1} more" if gpus > 1 else ""
+        _print(known, {c.id: c.title for c in CHECKS.values()}, where.title + others)
     if interrupted:
         raise KeyboardInterrupt
     if not known:
@@ -99,9 +103,15 @@ def verify(
     return ExitCode.FOUND_WRONG if any(f.status == "fail" for f in known) else ExitCode.OK
 
 
-def _usual_jobs(on_gpu: bool) -> int:
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _usual_jobs(gpus: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_JOBS_ON_GPU) if on_gpu else cores
+    return min(cores, MOST_JOBS_ON_A_GPU * gpus) if gpus else cores
 
 
 @contextmanager

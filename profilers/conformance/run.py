@@ -24,6 +24,9 @@ from .workers import Died, done_by
 LIVE_SIZES_AT_A_TIME = 26
 """So that no piece takes far longer than the others."""
 
+MOST_KEPT_BYTES = 2**30
+"""Device memory that a process keeps from one piece to the next: asking the driver again takes its time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -38,7 +41,7 @@ class _Piece:
     """Something to do for one backend and mode, in any process.
 
     Attributes:
-        device: by name.
+        device: by name; ``cuda`` is the process's own of all GPUs.
     """
 
     backend: str
@@ -75,14 +78,17 @@ class _Piece:
         device = torch.device(self.device)
         if device.type == "cpu":
             return self._found(device), True
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         torch.cuda.set_device(device)
         found = self._found(device)
         try:
             torch.cuda.synchronize(device)
         except RuntimeError:  # a kernel ran into memory that is not its own; so would all that come after it
             return found, False
-        gc.collect()
-        torch.cuda.empty_cache()  # the other processes need room too
+        if torch.cuda.memory_reserved(device) > MOST_KEPT_BYTES:
+            gc.collect()
+            torch.cuda.empty_cache()  # the other processes need room too
         return found, True
 
 
@@ -231,7 +237,7 @@ def verify(
     Args:
         backends: registry names of backends, wrappers and runners.
         modes: modes to look at; a backend's own if None.
-        device: where; kernels are interpreted on a CPU.
+        device: where; kernels are interpreted on a CPU. ``cuda`` without an index: processes share all GPUs out.
         full: every size instead of a small choice.
         checks: ids, ``faults`` for all known faults or ``fault:NAME``; everything if None.
         arms: what is compared.
@@ -261,7 +267,8 @@ def verify(
                 queue.add([KnownFault(mode=fault.mode, fault=fault.name, **of)])
     here = jobs <= 1 or len(queue) <= 1
     try:
-        for piece, found in _done_here(queue) if here else done_by(jobs, queue.pop, prepare=_prepare):
+        prepare = partial(_prepare, str(device))
+        for piece, found in _done_here(queue) if here else done_by(jobs, queue.pop, prepare=prepare):
             if isinstance(found, Died):
                 yield rows.died(piece)
                 continue
@@ -278,9 +285,12 @@ def in_order(checks: Iterable[str]) -> list[str]:
     return sorted(checks, key=lambda id: (id[0], int(id[1:])))
 
 
-def _prepare() -> None:
+def _prepare(device: str, number: int) -> None:
     torch.set_num_threads(1)
     lighten()
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    gc.freeze()  # what has been imported stays: collections need not look at it
 
 
 def _done_here(queue: _Queue) -> Iterator[tuple[_Piece, Found]]:

@@ -19,7 +19,7 @@ from ...backends.oracle import Expected, HostPools
 from ...backends.runners.decode import DecodeRunner, StaticSlots, StepInputs, upload
 from ...backends.runners.tree import every
 from ..agreement import host_batch, host_pools
-from ..graphs import Graph, GraphFactory, RecordedGraph
+from ..graphs import CudaGraph, Graph, GraphFactory, RecordedGraph
 from ..measure import attention_config, batch_shape
 from ..sample import Case
 from ..shapes import slots_per_token
@@ -413,15 +413,23 @@ class Rig:
 
 
 class _ColdGraphs(GraphFactory):
-    """Recorded graphs without warm-ups, which are C12's business: interpreted, they take twice as long as the rest."""
+    """Graphs with as few warm-ups as their device can do with: they are C12's business. Interpreted, they take twice as
+    long as the rest; on a GPU the first run loads kernels, and each waits for the device."""
 
     def __call__(self) -> Graph:
-        return _ColdGraph() if self.stream is None else super().__call__()
+        return _ColdGraph() if self.stream is None else _WarmedOnce(self.stream, self._pool)
 
 
 class _ColdGraph(RecordedGraph):
     def capture(
         self, body: Callable[[], None], *, warmups: int = 0, after_warmup: Callable[[], None] | None = None
+    ) -> None:
+        super().capture(body, warmups=warmups, after_warmup=after_warmup)
+
+
+class _WarmedOnce(CudaGraph):
+    def capture(
+        self, body: Callable[[], None], *, warmups: int = 1, after_warmup: Callable[[], None] | None = None
     ) -> None:
         super().capture(body, warmups=warmups, after_warmup=after_warmup)
 

@@ -22,15 +22,15 @@ class Died:
 
 
 def done_by(
-    jobs: int, next_task: Callable[[], Task | None], *, prepare: Callable[[], None]
+    jobs: int, next_task: Callable[[], Task | None], *, prepare: Callable[[int], None]
 ) -> Iterator[tuple[Task, Any | Died]]:
     """Do tasks on `jobs` processes; yield each with its result, or with Died, as they end.
 
     Args:
         next_task: asked whenever a process is free; None while there is nothing to do. A result may lead to more.
-        prepare: runs first in each process.
+        prepare: runs first in each process, with its number: 0..jobs-1. One that replaces another has the other's.
     """
-    idle, running = [_Worker(prepare) for _ in range(jobs)], {}
+    idle, running = [_Worker(prepare, number) for number in reversed(range(jobs))], {}
     try:
         while True:
             while idle and (task := next_task()) is not None:
@@ -46,7 +46,7 @@ def done_by(
                     result, usable = Died(), False
                 if not usable:
                     worker.close()
-                    worker = _Worker(prepare)
+                    worker = _Worker(prepare, worker.number)
                 idle.append(worker)
                 yield task, result
         for worker in idle:
@@ -62,9 +62,10 @@ def done_by(
 class _Worker:
     """One process, started with its first task."""
 
-    def __init__(self, prepare: Callable[[], None]) -> None:
+    def __init__(self, prepare: Callable[[int], None], number: int) -> None:
+        self.number = number
         # spawn: a forked child could not use CUDA.
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (prepare,))
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (prepare, number))
 
     def start(self, task: Task) -> Future:
         return self._pool.submit(_run, task)
@@ -73,9 +74,9 @@ class _Worker:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _begin(prepare: Callable[[], None]) -> None:
+def _begin(prepare: Callable[[int], None], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers; their own tracebacks help nobody
-    prepare()
+    prepare(number)
 
 
 def _run(task: Task) -> tuple[Any, bool]:
