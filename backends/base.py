@@ -93,6 +93,8 @@ class Allowances:
         fused_launches: launches of one fused rebuild; more than one only where data dependencies leave no choice.
         dispatches_per_request: by mode, what the classic chain dispatches for each request where it loops over them.
         syncs_per_request: how often it then waits for the device.
+        lists_read: lists of numbers it reads from the device: each is a copy first, which a host that is the device
+            does without.
     """
 
     aliases: frozenset[frozenset[str]] = frozenset()
@@ -102,6 +104,7 @@ class Allowances:
     fused_launches: int = 1
     dispatches_per_request: Mapping[str, int] = field(default_factory=dict)
     syncs_per_request: int = 0
+    lists_read: int = 0
 
 
 class AttentionBackend(ABC):

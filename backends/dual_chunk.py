@@ -63,7 +63,7 @@ class DualChunkBackend(AttentionBackend):
     """Metadata of dual-chunk decode. Pattern A with restored host constants."""
 
     modes = frozenset({ForwardMode.DECODE})
-    allowances = Allowances(dispatches_per_request={"decode": 20, "idle": 20}, syncs_per_request=4)
+    allowances = Allowances(dispatches_per_request={"decode": 20, "idle": 20}, syncs_per_request=4, lists_read=2)
 
     @staticmethod
     def default_tail(implementation: Implementation, recorded: bool) -> TailPolicy:

@@ -285,7 +285,8 @@ def dispatch_budget(subject: Subject) -> Iterator[str]:
                 yield f"{own.dispatches} dispatches of its own, specified are {budget} ({arm})"
             whole = None
         else:
-            whole = budget if budget is None else budget + growth * (least - 1)
+            copies = allowed.lists_read if subject.device.type != "cpu" else 0
+            whole = budget if budget is None else budget + copies + growth * (least - 1)
         yield from _over_budget(arm, smallest, own, whole, rig.backend.allowances.fused_launches)
     yield Note(f"classic chain: {budget if budget is not None else 'no'} dispatches specified")
 
