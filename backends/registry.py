@@ -317,8 +317,8 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="A",
         modes=DECODE_MODES,
         target=".dual_chunk:DualChunkBackend",
-        note="metadata only; counts are those of one request: each further one adds 20, or 42 past the first chunk, and "
-        "a GPU 2 for lists that are read back",
+        note="metadata only; counts are those of one request: each further one adds 20, or 42 past the first chunk, "
+        "and a GPU 2 for lists that are read back",
         dispatches={"decode": (55, None), "idle": (55, None)},
     ),
     BackendInfo(
