@@ -131,16 +131,25 @@ def against_autotune(cases: list[Case], where: Device, seed: int, out: Path | No
 
     if not where.is_cuda:
         raise CliError(f"--against-autotune: on a CPU {UNTIMED}")
-    rows = []
-    with Rows(out) as file:
-        for case in cases:
-            for row in compare(case, where, seed):
+    if len(cases) > 1:
+        raise CliError(
+            f"--against-autotune compares on one case, and these are {len(cases)}. Name one by --backend and --bs, and "
+            "--swa or --no-swa where it has both"
+        )
+    rows, started = [], time.monotonic()
+    try:
+        with Rows(out) as file:
+            for row in compare(cases[0], where, seed):
                 file.write(row)
                 rows.append(row)
-    if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
-        print_autotune(rows)
+                if not row.on and not as_json:
+                    typer.echo(f"{row.tuner}, process {row.process}: {row.seconds:.1f} s, {row.candidate}")
+    finally:  # Ctrl-C leaves what is there
+        if as_json:
+            typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
+        else:
+            print_autotune(rows)
+            typer.echo(f"After {time.monotonic() - started:.0f} s")
     return ExitCode.OK
 
 

@@ -21,13 +21,16 @@ def show(as_json: bool) -> ExitCode:
     from .tune_tables import entry_object, print_entries
 
     entries, problems = saved_entries()
+    own = any(path == user_file() for path, _ in entries)
     if as_json:
         listed = [entry_object(path, entry) for path, entry in entries]
         typer.echo(json.dumps({"file": str(user_file()), "entries": listed, "notes": problems}, indent=1))
-    elif entries:
-        print_entries(entries)
     else:
-        typer.echo(f"Nothing is tuned: {user_file()} holds no block sizes. Run 'attn-graph tune' on a GPU")
+        if entries:
+            print_entries(entries)
+        if not own:
+            listed = "; what is listed came with the package" if entries else ""
+            typer.echo(f"Nothing is tuned: {user_file()} holds no block sizes{listed}. Run 'attn-graph tune' on a GPU")
     for problem in problems:
         typer.echo(f"Note: {problem}", err=True)
     return ExitCode.OK

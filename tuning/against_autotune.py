@@ -1,9 +1,10 @@
 """This tuner and `triton.autotune` on the same candidates: time to result, agreement of processes, regret elsewhere.
 
 Each tunes the same captured shape in PROCESSES processes that know nothing of each other, as tensor-parallel ranks
-would; those of one tuner share a kernel cache, so the first also compiles. Time to result is wall time from nothing:
-start of the process, compiling, measuring. Then all choices are timed side by side on the mix they were chosen for and
-on other lengths, beside the best setting found for those.
+would. All start at once and tune one after the other, so that none disturbs the times of another; those of one tuner
+share a kernel cache, so the first also compiles. Time to result is wall time from nothing: start of the process,
+compiling, measuring. Then all choices are timed side by side on the mix they were chosen for and on other lengths,
+beside the best setting found for those.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import csv
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,12 +26,12 @@ from ..profilers.sample import CASE_COLUMNS, Case
 from . import held_out, surrogate
 from .child import Child
 from .isolated import BENCH, IsolatedBench
-from .log import Log
-from .session import Session
+from .random_order import shuffled
 from .space import Candidate, candidates
 from .tuner import tune
 
 PROCESSES = 4
+MOST_CANDIDATES = 12
 AUTOTUNE_LIMIT_S = 300.0
 OURS, TRITON = "attn-graph tune", "triton.autotune"
 _NAMED_TARGET = "attn_graph.tuning.against_autotune:AutotuneProcess"
@@ -42,7 +45,7 @@ class Row:
         case: what was tuned.
         seconds: until the choice was there.
         candidate: the choice.
-        on: the mix it is timed on.
+        on: the mix it is timed on; blank, with what follows, in the row that is written when the choice is made.
         p50_us: its device time there, hot.
         fastest_us: of the fastest setting found there.
         regret: share of time lost against that.
@@ -86,59 +89,92 @@ class Rows:
 
 
 def compare(case: Case, device: Device, seed: int = 0) -> Iterator[Row]:
-    """Both tuners' choices for a case, on its own mix and on held-out ones. Minutes."""
-    space = candidates(case)
-    choices = [
-        (tuner, process, *run)
-        for tuner, once in ((TRITON, _by_triton), (OURS, _by_us))
-        for process, run in enumerate(_processes(once, case, space, device, seed))
-    ]
-    with IsolatedBench(BENCH, str(device), variables={"TRITON_INTERPRET": "0"}) as bench:
+    """Both tuners' choices for a case, as they are made, then on its own mix and on held-out ones. About a minute."""
+    space = some(candidates(case), seed)
+    choices = []
+    with tempfile.TemporaryDirectory(prefix="attn-graph-autotune-") as folder, ExitStack() as ended:
+        started = _started(str(device), folder, ended)
+        for tuner, process, start_s, tuning in started:
+            begun = time.monotonic()
+            candidate = tuning.tune(case, space, seed)
+            seconds = round(start_s + time.monotonic() - begun, 2)
+            tuning.close()  # before the next one is timed
+            choices.append((tuner, process, seconds, candidate))
+            yield Row(case, tuner, process, seconds, str(candidate), "", None, None, None)
+        variables = _variables(folder, OURS)
+        bench = ended.enter_context(IsolatedBench(BENCH, str(device), variables=variables))
         for shape in [case, *(other for other in held_out.shapes([case]) if other.bucket == case.bucket)]:
-            times = _side_by_side(shape, [candidate for *_, candidate in choices], bench, seed)
+            times = _side_by_side(shape, space, [candidate for *_, candidate in choices], bench)
             fastest = min(times.values(), default=None)
             for tuner, process, seconds, candidate in choices:
                 us = times.get(candidate)
                 regret = None if us is None else round(us / fastest - 1, 4)
-                yield Row(case, tuner, process, round(seconds, 2), str(candidate), shape.context, us, fastest, regret)
+                yield Row(case, tuner, process, seconds, str(candidate), shape.context, us, fastest, regret)
 
 
-def _processes(once: Any, case: Case, space: Sequence[Candidate], device: Device, seed: int) -> Iterator[tuple]:
-    """(seconds, choice) of each process of one tuner, over a kernel cache of their own."""
-    with tempfile.TemporaryDirectory(prefix="attn-graph-autotune-") as cache:
-        for _ in range(PROCESSES):
-            started = time.monotonic()
-            choice = once(case, space, device, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}, seed)
-            yield time.monotonic() - started, choice
+def some(space: Sequence[Candidate], seed: int) -> list[Candidate]:
+    """The default and a sample of the others in the space's order: compiling all takes a process half a minute."""
+    taken = set(shuffled(space, seed)[:MOST_CANDIDATES])
+    return [candidate for candidate in space if candidate in taken]
 
 
-def _by_triton(case: Case, space: Sequence[Candidate], device: Device, variables: dict, seed: int) -> Candidate:
-    with Child(_NAMED_TARGET, str(device), variables=variables) as child:
-        return child.call("tune", case, list(space), limit_s=AUTOTUNE_LIMIT_S)
+def _started(device: str, folder: str, ended: ExitStack) -> list[tuple[str, int, float, Any]]:
+    """(tuner, process, seconds it took, the process) of all processes, which start at once and wait for their turn."""
+
+    def start(tuner: str, process: int) -> tuple[str, int, float, Any]:
+        begun = time.monotonic()
+        tuning = TUNERS[tuner](device, _variables(folder, tuner))
+        ended.callback(tuning.close)
+        return tuner, process, time.monotonic() - begun, tuning
+
+    with ThreadPoolExecutor(len(TUNERS) * PROCESSES) as threads:
+        return list(threads.map(start, *zip(*product(TUNERS, range(PROCESSES)), strict=True)))
 
 
-def _by_us(case: Case, space: Sequence[Candidate], device: Device, variables: dict, seed: int) -> Candidate:
-    from .static import device_target
-
-    search, target = surrogate.search, device_target(device.index)
-    with (
-        Log(None) as log,
-        Session(
-            device, log, target=target, jobs=COMPILERS, search=search, seed=seed, variables=variables, stores=False
-        ) as session,
-    ):
-        (report,) = session.tune([case])
-    return report.tuned.choice.winner
+def _variables(folder: str, tuner: str) -> dict[str, str]:
+    """A kernel cache for each tuner, so that the first process of each compiles."""
+    return {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": f"{folder}/{tuner.replace(' ', '-')}"}
 
 
-COMPILERS = 8
+class _ByTriton:
+    """`triton.autotune` in a process of its own."""
+
+    def __init__(self, device: str, variables: dict[str, str]) -> None:
+        self._child = Child(_NAMED_TARGET, device, variables=variables)
+
+    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Candidate:
+        return self._child.call("tune", case, list(space), limit_s=AUTOTUNE_LIMIT_S)
+
+    def close(self) -> None:
+        self._child.close()
 
 
-def _side_by_side(shape: Case, chosen: Sequence[Candidate], bench: IsolatedBench, seed: int) -> dict[Candidate, float]:
-    """Median hot times of the chosen settings and of the best that is found here."""
+class _ByUs:
+    """This tuner in a process of its own, which compiles what it measures, as the other one's does."""
+
+    def __init__(self, device: str, variables: dict[str, str]) -> None:
+        self._bench = IsolatedBench(BENCH, device, variables=variables)
+        self._bench.start()
+
+    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Candidate:
+        self._bench.prepare(case)
+        choice = tune(space, self._bench, search=surrogate.search, seed=seed).choice
+        return choice.winner if choice else space[0]
+
+    def close(self) -> None:
+        self._bench.close()
+
+
+TUNERS = {TRITON: _ByTriton, OURS: _ByUs}
+
+
+def _side_by_side(
+    shape: Case, space: Sequence[Candidate], chosen: Sequence[Candidate], bench: IsolatedBench
+) -> dict[Candidate, float]:
+    """Median hot times of the chosen settings and of the two that are fastest here, roughly timed."""
     bench.prepare(shape)
-    found = tune(candidates(shape), bench, search=surrogate.search, seed=seed)
-    best = [found.choice.winner, *found.choice.tied] if found.choice else []
+    rough = [outcome for outcome in map(bench.rough, space) if outcome.median_us and not outcome.cause]
+    best = [outcome.candidate for outcome in sorted(rough, key=lambda outcome: outcome.median_us)[:2]]
     finals = bench.finals(list(dict.fromkeys([*best, *chosen])))
     return {candidate: round(median(samples), 4) for candidate, samples in finals.hot_us.items()}
 

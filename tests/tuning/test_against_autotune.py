@@ -12,7 +12,16 @@ import pytest
 from attn_graph.profilers.devices import Device
 from attn_graph.profilers.sample import Case
 from attn_graph.tuning import against_autotune
-from attn_graph.tuning.against_autotune import COLUMNS, OURS, PROCESSES, TRITON, Rows, compare
+from attn_graph.tuning.against_autotune import (
+    COLUMNS,
+    MOST_CANDIDATES,
+    OURS,
+    PROCESSES,
+    TRITON,
+    Rows,
+    compare,
+    some,
+)
 from attn_graph.tuning.outcome import Finals, timed
 from attn_graph.tuning.space import candidates
 
@@ -92,16 +101,38 @@ class Bench:
 
 
 def test_choices_of_all_processes_are_timed_on_their_mix_and_on_held_out_lengths(monkeypatch, tmp_path):
-    picks = iter([SPACE[0], SPACE[5], SPACE[5], SPACE[9]])
-    monkeypatch.setattr(against_autotune, "_by_triton", lambda *arguments: next(picks))
-    monkeypatch.setattr(against_autotune, "_by_us", lambda *arguments: SPACE[0])
+    space, closed = some(SPACE, 0), []
+    assert len(space) == MOST_CANDIDATES and space[0] == SPACE[0]
+    picks = {TRITON: iter([space[0], space[5], space[5], space[9]]), OURS: iter([space[0]] * PROCESSES)}
+    caches = {}
+
+    def tuner(name):
+        class MadeUp:
+            def __init__(self, device, variables) -> None:
+                caches.setdefault(name, set()).add(variables["TRITON_CACHE_DIR"])
+
+            def tune(self, case, offered, seed):
+                assert offered == space
+                return next(picks[name])
+
+            def close(self) -> None:
+                closed.append(self)
+
+        return MadeUp
+
+    monkeypatch.setattr(against_autotune, "TUNERS", {name: tuner(name) for name in picks})
     monkeypatch.setattr(against_autotune, "IsolatedBench", Bench)
     rows = list(compare(CASE, Device("cuda", 0, "NVIDIA H200")))
+    assert len(set(closed)) == 2 * PROCESSES, "all have ended"
+    assert [len(folders) for folders in caches.values()] == [1, 1], "one kernel cache for each tuner"
+    made, timed_on = rows[: 2 * PROCESSES], rows[2 * PROCESSES :]
+    assert all(row.on == "" and row.p50_us is None and row.seconds >= 0 for row in made)
     mixes = [CASE.context, "uniform:1:2048", "uniform:1:131072"]
-    assert [row.on for row in rows[:: 2 * PROCESSES]] == mixes
+    assert [row.on for row in timed_on[:: 2 * PROCESSES]] == mixes
     assert {(row.tuner, row.process) for row in rows} == {(t, p) for t in (OURS, TRITON) for p in range(PROCESSES)}
     own = {(row.tuner, row.process): row.regret for row in rows if row.on == CASE.context}
-    assert [own[TRITON, p] for p in range(4)] == pytest.approx([0, 0.05, 0.05, 0.09])
+    lost = [(SPACE.index(c) - SPACE.index(space[0])) / 100 for c in (space[0], space[5], space[5], space[9])]
+    assert [own[TRITON, p] for p in range(4)] == pytest.approx(lost)
     assert [own[OURS, p] for p in range(4)] == [0] * 4
     elsewhere = {(row.tuner, row.process): row.regret for row in rows if row.on == mixes[1]}
     assert elsewhere[OURS, 0] > elsewhere[TRITON, 3] > 0, "the best of each mix is found on that mix"
@@ -110,4 +141,23 @@ def test_choices_of_all_processes_are_timed_on_their_mix_and_on_held_out_lengths
             file.write(row)
     table = pd.read_csv(tmp_path / "autotune.csv")
     assert tuple(table.columns) == COLUMNS
-    assert table.loc[table.tuner == TRITON].groupby("on").candidate.nunique().tolist() == [3, 3, 3]
+    assert table.loc[table.tuner == TRITON].dropna(subset="on").groupby("on").candidate.nunique().tolist() == [3, 3, 3]
+
+
+def test_a_choice_is_a_row_as_soon_as_it_is_made(monkeypatch):
+    """Before the second process has begun to tune."""
+    tunes = []
+
+    class MadeUp:
+        def __init__(self, device, variables) -> None: ...
+        def tune(self, case, space, seed):
+            tunes.append(self)
+            return space[0]
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(against_autotune, "TUNERS", {TRITON: MadeUp, OURS: MadeUp})
+    rows = compare(CASE, Device("cuda", 0, "NVIDIA H200"))
+    assert next(rows).candidate == str(SPACE[0])
+    assert len(tunes) == 1
+    rows.close()
