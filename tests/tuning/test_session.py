@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pandas as pd
 import pytest
+from attn_graph.cli import tune, tune_store
+from attn_graph.cli.errors import ExitCode
 from attn_graph.profilers.devices import Device
 from attn_graph.profilers.sample import Case
 from attn_graph.tuning import held_out, session, store
@@ -209,6 +212,21 @@ class StopsAfter:
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
+
+
+def test_what_is_tuned_by_default_is_exactly_what_ci_asks_for_by_default():
+    """Also where CI has no GPU and names one."""
+    usual = {name: option.default for name, option in inspect.signature(tune.tune).parameters.items()}
+    names = ("backend", "bs", "context_mix", "page_size", "max_context", "swa")
+    on_gpu, in_ci = (tune._cases(*(usual[name] for name in names), device, usual["seed"]) for device in ("cuda", "cpu"))
+    assert tune_store.assert_hit(in_ci, GPU.name, as_json=True) == ExitCode.FOUND_WRONG
+    with Log(None) as log, session.Session(GPU, log, search=search) as s:
+        reports = list(s.tune(on_gpu))
+    assert tune_store.assert_hit(in_ci, GPU.name, as_json=True) == ExitCode.OK
+    assert {report.key for report in reports} == {key_of(case, GPU.name) for case in in_ci}
+    assert len(reports) == len(in_ci) == 28
+    order = [report.case.backend for report in reports[:5]]
+    assert len(set(order[:4])) == 4 and order[4] == order[0], "a case of each kernel in turns"
 
 
 # Held-out shapes.
