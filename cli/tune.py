@@ -67,8 +67,8 @@ def tune(
         bool,
         typer.Option(
             "--against-autotune",
-            help="Tune each case in four processes by triton.autotune and in four by us instead, and compare time to "
-            "result, agreement, and regret on held-out lengths. Stores nothing; --out gets the rows.",
+            help="Tune a dozen candidates of one case in four processes by triton.autotune and in four by us instead, "
+            "and compare time to result, agreement, and regret on held-out lengths. Stores nothing; --out gets the rows.",
         ),
     ] = False,
     static: Annotated[
