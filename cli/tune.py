@@ -68,7 +68,7 @@ def tune(
         typer.Option(
             "--against-autotune",
             help="Tune a dozen candidates of one case in four processes by triton.autotune and in four by us instead, "
-            "and compare time to result, agreement, and regret on held-out lengths. Stores nothing; --out gets the rows.",
+            "and compare time to result, agreement, and regret on held-out lengths. Stores nothing; rows go to --out.",
         ),
     ] = False,
     static: Annotated[
