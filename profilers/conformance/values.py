@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from ...backends.base import ConfigError
@@ -59,7 +60,7 @@ def order_independence(subject: Subject) -> Iterator[str]:
             for path in changed(after_others, fresh):
                 i, found, alone = _first_difference(after_others[path], fresh[path])
                 yield (
-                    f"{path}{i} is {found} after other batches, {alone} in a fresh process "
+                    f"{path}: live cell {i[0]} is {found} after other batches, {alone} in a fresh process "
                     f"({arm}, B={used.runner.bucket}, {live.batch_size} live)"
                 )
 
@@ -82,15 +83,14 @@ def _ups_and_downs(subject: Subject) -> Iterator[LiveBatch]:
 
 
 def _live_cells(rig: Rig, live: LiveBatch) -> dict[str, torch.Tensor]:
-    """Replay without poison: each field with zeros where no kernel would read."""
+    """Replay without poison: the cells that a kernel would read, in one row for each field."""
     with rig.on_stream():
         expected, _ = rig.expect(live)
         rig.runner.rebuild()
         rig.runner.launch()
-        read = {
-            path: torch.from_numpy(expected[path].live).to(t.device, non_blocking=True) for path, t in rig.bound.items()
-        }
-        return {path: torch.where(read[path], bits(t), 0) for path, t in rig.bound.items()}
+        # By number, counted on the host: a boolean index would wait for the device.
+        cells = {path: torch.from_numpy(np.flatnonzero(word.live)) for path, word in expected.items()}
+        return {path: bits(t).reshape(-1)[cells[path].to(t.device, non_blocking=True)] for path, t in rig.bound.items()}
 
 
 @check("C6", "padding rows hold what padding must hold, and live rows do not read behind themselves", everywhere=True)
