@@ -56,7 +56,7 @@ class Report:
 
 
 class Session:
-    """Tunes cases one after the other, a kernel after the other. A context manager: leaving it ends the processes.
+    """Tunes cases one after the other, kernel by kernel in turns. A context manager: leaving it ends the processes.
 
     Only what the search asks for is compiled, a round at a time and in parallel; the first round of a case while the
     case before it is measured. What was timed in one case tells the search where to begin in the next.
@@ -127,6 +127,7 @@ class Session:
             with begun.timed("preparing"):
                 self._bench.prepare(case)
         except Exception as error:  # out of memory, a backend that refuses: the other cases go on
+            begun.drop()
             return Report(case, space, Tuned(()), begun.compiled, notes=(f"not measured: {error}",))
         budget_s = max(0.0, ends - time.monotonic())
         begun.measure_with(Resumed(logged, self._bench) if logged else self._bench, ROUGH_SHARE * budget_s)
@@ -226,7 +227,7 @@ class _Begun:
             return self._measurer.finals(finalists)
 
     def drop(self) -> None:
-        """What is still to be compiled."""
+        """Compile no more of it."""
         for future in self._compiling.values():
             future.cancel()
 
