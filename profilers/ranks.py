@@ -322,11 +322,14 @@ class _Team:
                 self._failures.append((index, Failure(cause)))
 
     def _hear_the_others_out(self) -> None:
-        """Give the other ranks a moment to say what they have; also, the first to fail need not be the cause."""
+        """Give the ranks a moment to say what they have; also, the first to fail need not be the cause.
+
+        A rank that another blames too: what it said last may still be on its way.
+        """
         barrier.abort(self._memory)
         limit = monotonic_ns() + int(_LEAVE_S * 1e9)
         while monotonic_ns() < limit:
-            failed = {index for index, _ in self._failures} | {found.blames for _, found in self._failures}
+            failed = {index for index, _ in self._failures}
             if all(rank.gone or index in failed for index, rank in enumerate(self._ranks)):
                 break
             self._handle_next((limit - monotonic_ns()) / 1e9)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from attn_graph.profilers import ranks
 from attn_graph.profilers.clock import monotonic_ns
 from attn_graph.profilers.collective import analyse_collectives, predict_first_wait
 from attn_graph.profilers.ranks import RankContext, RankFailure, plan_affinity, run_ranks
@@ -103,6 +105,7 @@ def start_together(context: RankContext, steps: int) -> tuple[list[int], list[in
     return arrived, deadlines, started
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("n", [2, 6], ids=["a-core-each", "more-ranks-than-cores"])
 def test_no_rank_starts_before_the_last_has_arrived_and_none_gets_stuck(n: int):
     cores = list(os.sched_getaffinity(0))[:2]
@@ -209,6 +212,23 @@ def test_a_rank_that_fails_ends_the_run_at_once_named_with_case_and_cause(how: s
     assert (failure.rank, failure.case) == (1, "bad case")
     assert re.search(cause, failure.cause)
     assert str(failure) == f"rank 1 in case 'bad case': {failure.cause}"
+    assert failure.partial == [[("measured", rank)] for rank in range(3)]
+
+
+def test_what_a_rank_said_before_another_blamed_it_is_heard_however_late(monkeypatch: pytest.MonkeyPatch):
+    forward, others_gone = ranks._forward, threading.Event()
+
+    def late(rank: int, *rest) -> None:
+        if rank == 1:
+            others_gone.wait(PATIENT_S)
+            time.sleep(0.2)
+        forward(rank, *rest)
+        if rank == 2:
+            others_gone.set()
+
+    monkeypatch.setattr(ranks, "_forward", late)
+    failure = fails_with(fail_after_reporting, 3, ("step",))
+    assert (failure.rank, failure.case) == (1, "bad case")
     assert failure.partial == [[("measured", rank)] for rank in range(3)]
 
 
