@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,38 @@ if not HAS_GPU:
 
     lighten()
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and so would every process that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Of several workers (`pytest -n 2`) only one runs while a test marked `alone` does."""
+    with _turn(item.get_closest_marker("alone") is not None) if "PYTEST_XDIST_WORKER" in os.environ else ALWAYS:
+        yield
+
+
+ALWAYS = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _turn(alone: bool) -> Iterator[None]:
+    """Everybody passes the gate to enter the room; who wants it empty keeps the gate until the others have left."""
+    import fcntl
+
+    here = Path(__file__)  # any two files that are always there can be the locks
+    with here.open() as gate, (here.parents[1] / "pyproject.toml").open() as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,12 +70,11 @@ class Finished(NamedTuple):
     err: str
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Callable[..., Finished]:
-    """Runs `attn-graph ARGUMENTS` through its real entry point, in a process and a folder of its own."""
+def command_line(folder: Path) -> Callable[..., Finished]:
+    """Runs `attn-graph ARGUMENTS` through its real entry point, in a process of its own and in `folder`."""
 
     def run(
-        *arguments: str, env: dict[str, str | None] | None = None, timeout_s: float = 120, cwd: Path = tmp_path
+        *arguments: str, env: dict[str, str | None] | None = None, timeout_s: float = 120, cwd: Path = folder
     ) -> Finished:
         """`env` adds variables to the environment; None removes one."""
         command = [sys.executable, "-m", "attn_graph.cli.main", *map(str, arguments)]
@@ -52,3 +85,9 @@ def cli(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(ended.returncode, ended.stdout, ended.stderr)
 
     return run
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., Finished]:
+    """The command line in this test's own folder."""
+    return command_line(tmp_path)

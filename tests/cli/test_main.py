@@ -49,7 +49,7 @@ def cpu_seconds(command: list[str]) -> float:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["backends"], ["backends", "--json"]])
 def test_light_commands_answer_in_half_a_second(arguments):
     command = [sys.executable, "-m", "attn_graph.cli.main", *arguments]
-    assert min(cpu_seconds(command) for _ in range(3)) < 0.5
+    assert any(cpu_seconds(command) < 0.5 for _ in range(3))  # once may be a cold cache
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["backends"], ["backends", "--json"]])

@@ -99,6 +99,7 @@ def test_switched_off_ranges_are_called_alike_and_a_tool_sees_none(tool: Path, t
     assert seen == []
 
 
+@pytest.mark.alone
 def test_a_range_costs_less_than_a_tenth_of_a_graph_launch_of_3_us_and_the_state_is_told(tool: Path, tmp_path: Path):
     (idle, idle_ns), (off, off_ns) = (
         run_step(cost="range_cost_ns()"),
