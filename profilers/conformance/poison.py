@@ -90,7 +90,7 @@ class _Place:
     paths: tuple[str, ...]
     whole: torch.Tensor  # [bytes] uint8
     inside: torch.Tensor  # [bytes] bool: bytes of some field
-    covered: bool  # all are
+    covered: bool  # one field is all of it
 
 
 class Layout:
@@ -104,6 +104,10 @@ class Layout:
                 groups.setdefault(t.untyped_storage().data_ptr(), []).append(path)
         self.places = [_place(paths, bound) for paths in groups.values()]
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(place.inside.numel() for place in self.places)
+
     def fits(self, bound: Mapping[str, torch.Tensor]) -> bool:
         return len(bound) == len(self._tensors) and all(map(operator.is_, bound.values(), self._tensors))
 
@@ -111,11 +115,12 @@ class Layout:
 def _place(paths: list[str], bound: Mapping[str, torch.Tensor]) -> _Place:
     first = bound[paths[0]]
     whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
-    inside = torch.zeros(whole.shape, dtype=torch.uint8)  # on the host, where it can be looked at
+    inside, covered = torch.zeros_like(whole), False
     for path in paths:
-        bytes_over(inside, bound[path]).fill_(1)
-    covered = bool(inside.all())
-    return _Place(tuple(paths), whole, inside.to(whole.device, non_blocking=True).bool(), covered)
+        t = bound[path]
+        bytes_over(inside, t).fill_(1)
+        covered |= t.is_contiguous() and t.numel() * t.element_size() == whole.numel()
+    return _Place(tuple(paths), whole, inside.bool(), covered)
 
 
 @dataclass(slots=True)

@@ -97,6 +97,10 @@ MOST_UNREAD_BYTES = 2**28
 """What replays may keep on the device before somebody looks at them."""
 
 
+MOST_LAYOUT_BYTES = 2**22
+"""Larger layouts are made anew for each replay: a rig has one for each captured size."""
+
+
 def read(observed: Sequence[Observed]) -> list[Replay]:
     """What replays left behind, with one wait for the device where nothing is wrong."""
     told = iter(read_together([flag for one in observed for flag in one.flags]))
@@ -357,7 +361,9 @@ class Rig:
         usable = {path: t for path, t in bound.items() if path not in unusable}
         layout = self._layouts.get(bucket)
         if layout is None or not layout.fits(usable):
-            layout = self._layouts[bucket] = Layout(usable)
+            layout = Layout(usable)
+            if layout.held_bytes < MOST_LAYOUT_BYTES:
+                self._layouts[bucket] = layout
         poisoned = Poisoned(
             usable,
             word[1],
