@@ -22,7 +22,7 @@ perf: $(VENV)/.installed
 	$(BIN)/attn-graph perf $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("newcomer")  # the wheel is built once
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cli", "backends", "profilers", "tuning")
 TINY_BENCH = (

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
+from conftest import command_line
 
 TINY = (
     "--device", "cpu", "--bs", "2", "--context", "40", "--page-size", "16", "--max-context", "64", "--steps", "8",
@@ -39,9 +41,16 @@ def test_a_run_leaves_tables_environment_and_report(cli, tmp_path):
     assert "aten-eager" in ended.out and "16/6/1" in ended.out
 
 
-def test_what_a_cpu_cannot_show_is_blank(cli, tmp_path):
-    cli("bench", *TINY, "--arm", "aten-glue,fused-eager", "--no-plots", "--out", "run")
-    rows = pd.read_csv(tmp_path / "run" / "summary.csv").query("rank == 'all'").set_index(["arm", "metric"])
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> tuple[Path, str]:
+    """Folder and output of one run that several tests read."""
+    folder = tmp_path_factory.mktemp("bench")
+    arms = ("--arm", "aten-eager,aten-glue,fused-eager", "--json", "--no-plots", "--out", "run")
+    return folder / "run", command_line(folder)("bench", *TINY, *arms).out
+
+
+def test_what_a_cpu_cannot_show_is_blank(measured):
+    rows = pd.read_csv(measured[0] / "summary.csv").query("rank == 'all'").set_index(["arm", "metric"])
     for arm in ("aten-glue", "fused-eager"):
         for metric in ("prep_host_us", "launch_host_us", "launch_end_us", "prep_device_us", "first_wait_us"):
             assert rows.loc[(arm, metric), "status"] == "no_device"
@@ -50,9 +59,8 @@ def test_what_a_cpu_cannot_show_is_blank(cli, tmp_path):
         assert rows.loc[(arm, "bit_equal"), "p50"] == 1
 
 
-def test_json_is_one_document_and_nothing_else(cli):
-    ended = cli("bench", *TINY, "--arm", "aten-eager", "--json", "--no-plots", "--out", "run")
-    document = json.loads(ended.out)
+def test_json_is_one_document_and_nothing_else(measured):
+    document = json.loads(measured[1])
     assert {"folder", "environment", "summary"} <= document.keys()
     assert {row["metric"] for row in document["summary"]} >= {"prep_host_us", "dispatches", "bit_equal"}
 
@@ -143,9 +151,8 @@ def test_compare_of_saved_runs_needs_two(cli):
     assert ended.code == 2 and "needs two" in ended.err
 
 
-def test_compare_of_a_run_with_itself_finds_it_neither_faster_nor_slower(cli):
-    cli("bench", *TINY, "--arm", "aten-eager", "--no-plots", "--out", "run")
-    ended = cli("compare", "run", "run", "--json")
+def test_compare_of_a_run_with_itself_finds_it_neither_faster_nor_slower(cli, measured):
+    ended = cli("compare", measured[0], measured[0], "--json")
     words = {row["metric"]: row["word"] for row in json.loads(ended.out)["comparisons"] if row["decides"]}
     assert set(words.values()) <= {"same", "undecided"} and ended.code in (0, 3)
     assert words["dispatches"] == words["launches"] == words["syncs"] == "same"

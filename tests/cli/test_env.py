@@ -44,9 +44,17 @@ def test_without_check_an_error_is_listed_and_the_command_succeeds(cli):
     assert code == 0 and "error: CUDA_LAUNCH_BLOCKING" in out
 
 
-@pytest.mark.parametrize("mask", ["", "-1", "MIG-c0ffee00-0000-0000-0000-000000000000", "GPU-dead", "99,98"])
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_a_gpu_that_is_not_there_is_one_line_and_exit_2(cli, mask, device):
+@pytest.mark.parametrize(
+    ("device", "mask"),
+    [
+        ("cuda", ""),
+        ("cuda", "-1"),
+        ("cuda", "MIG-c0ffee00-0000-0000-0000-000000000000"),
+        ("cuda", "GPU-dead"),
+        ("cuda:0", "99,98"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_2(cli, device, mask):
     code, out, err = cli("env", "--device", device, env={"CUDA_VISIBLE_DEVICES": mask})
     assert (code, out) == (2, "")
     assert err.startswith(f"Error: --device {device}: no GPU: ") and err.count("\n") == 1

@@ -39,7 +39,6 @@ CASE = Case(
     backend="trtllm_mha", mode="decode", bs=2, bucket=2, context="64", page_size=16, max_context=128, swa=False,
     graph_nodes=5, device="cpu",
 )  # fmt: skip
-pytestmark = pytest.mark.xdist_group("observers")  # several processes are observed once for all of them
 PLAN = ObserverPlan((CASE,), ("aten-eager", "fused-graph"), (CASE, replace(CASE, graph_nodes=1)), "cpu", rounds=3)
 
 
