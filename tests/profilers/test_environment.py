@@ -163,9 +163,9 @@ def test_a_live_process_is_judged_by_the_variables_it_was_started_with():
     def names(**variables) -> list[str]:
         start = {k: v for k, v in os.environ.items() if not k.startswith(("TEARDOWN", "TRITON", "CUDA", "NVTX"))}
         start |= variables
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env=start
-        )
+        idle = "import sys; print(flush=True); sys.stdin.read()"
+        child = subprocess.Popen([sys.executable, "-c", idle], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=start)
+        child.stdout.readline()  # just started, a process has no variables to read yet
         try:
             return [check.name for check in process_checks(child.pid)]
         finally:
