@@ -15,6 +15,8 @@ $AG bench --backend all --bs 1,8,64,256 --tp 1 --steps 60 --max-context 32768 \
     --arm aten-eager,aten-graph,fused-eager,fused-graph --out "$OUT/backends"
 $AG tune --out "$OUT/tune.csv" > "$OUT/tune.txt"
 $AG tune --search exhaustive --bs 64 --held-out --out "$OUT/tune_exhaustive.csv" > "$OUT/tune_held_out.txt"
+$AG tune --time-budget 60 --out "$OUT/tune_budget.csv" > "$OUT/tune_budget.txt"
+$AG tune --against-autotune --backend trtllm_mla --bs 64 --out "$OUT/autotune.csv" > "$OUT/autotune.txt"
 $AG verify --backend trtllm_mha --full --out "$OUT/verify.csv"
 $AG verify --out "$OUT/verify_all.csv"
 peers=()
@@ -25,3 +27,7 @@ ncu --target-processes all --nvtx --nvtx-include "attn_graph@prep trtllm_mha dec
     $AG bench --bs 8 --no-swa --tp 1 --steps 3 --warmup 1 --graph-nodes 5 --arm fused-eager,aten-eager --no-plots \
     --out "$OUT/under-ncu" > "$OUT/nvtx.txt" 2>&1
 rm -rf "$OUT/under-ncu"
+for tool in memcheck racecheck initcheck; do  # from a checkout with the test extra
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+        python3 -m pytest -q -m gpu tests/backends/test_each_kernel_once.py > "$OUT/sanitizer_$tool.txt" 2>&1
+done
