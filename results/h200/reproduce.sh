@@ -13,9 +13,10 @@ $AG bench --bs 64 --swa --tp 8 --arm aten-eager,fused --steps 400 --out "$OUT/tp
 $AG bench --mode all --bs 64 --swa --tp 1 --steps 100 --arm aten-eager,aten-graph,fused --out "$OUT/modes"
 $AG bench --backend all --bs 1,8,64,256 --tp 1 --steps 60 --max-context 32768 \
     --arm aten-eager,aten-graph,fused-eager,fused-graph --out "$OUT/backends"
-$AG tune --out "$OUT/tune.csv" > "$OUT/tune.txt"
-$AG tune --search exhaustive --bs 64 --held-out --out "$OUT/tune_exhaustive.csv" > "$OUT/tune_held_out.txt"
-$AG tune --time-budget 60 --out "$OUT/tune_budget.csv" > "$OUT/tune_budget.txt"
+ATTN_GRAPH_TUNED_DIR="$OUT/tuned" $AG tune --out "$OUT/tune.csv" > "$OUT/tune.txt"
+ATTN_GRAPH_TUNED_DIR="$OUT/tuned-exhaustive" $AG tune --search exhaustive --bs 64 --held-out \
+    --out "$OUT/tune_exhaustive.csv" > "$OUT/tune_held_out.txt"
+ATTN_GRAPH_TUNED_DIR="$OUT/tuned-budget" $AG tune --time-budget 60 --out "$OUT/tune_budget.csv" > "$OUT/tune_budget.txt"
 $AG tune --against-autotune --backend trtllm_mla --bs 64 --out "$OUT/autotune.csv" > "$OUT/autotune.txt"
 $AG verify --backend trtllm_mha --full --out "$OUT/verify.csv"
 $AG verify --out "$OUT/verify_all.csv"
