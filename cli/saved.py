@@ -22,7 +22,7 @@ from .tables import UNTRACED, arm_order
 DECIDING = ("prep_host_us", "prep_device_us", "dispatches", "launches", "syncs")
 """What the rebuild itself costs; these verdicts make the exit code."""
 
-SHOWN = ("launch_host_us", "prep_device_cold_us", "launch_skew_us", "first_wait_us")
+SHOWN = ("launch_host_us", "prep_device_cold_us", "launch_skew_us", "longest_wait_us")
 """Consequences, which also depend on how the machine was used meanwhile; compared, but they decide nothing."""
 
 FLOORS_US = {"prep_host_us": 0.5, "launch_host_us": 0.5, "prep_device_us": 0.05, "prep_device_cold_us": 0.05}

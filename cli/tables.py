@@ -56,7 +56,7 @@ COLUMNS = (
     Column("launch\nus p50", ("launch_host_us",), ("p50",)),
     Column("prep on\ndevice\nus p50", ("prep_device_us",), ("p50",)),
     Column("rank skew\nus p50/p99", ("launch_skew_us",), ("p50", "p99")),
-    Column("first wait\nus p50/p99", ("first_wait_us",), ("p50", "p99")),
+    Column("first wait\nus p50/p99", ("longest_wait_us",), ("p50", "p99")),
     Column("dispatches/\nlaunches/\nsyncs", ("dispatches", "launches", "syncs"), ("p50",)),
 )
 

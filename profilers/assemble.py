@@ -10,10 +10,11 @@ import numpy as np
 from .collective import duration_spread, predict_first_wait, skew
 from .measure import ArmTimes, RankMeasurement
 from .results import ACROSS_RANKS
-from .sample import PREDICTED, Case, Sample
+from .sample import MEASURED, PREDICTED, Case, Sample
 
 LAUNCH_METRICS = ("launch_host_us", "launch_end_us")
-ACROSS = ("launch_skew_us", "duration_spread_us", "first_wait_us")
+ACROSS = ("launch_skew_us", "duration_spread_us")
+WAITS = ("first_wait_us", "longest_wait_us")
 
 
 def samples_of(case: Case, ranks: Mapping[int, RankMeasurement]) -> Iterator[Sample]:
@@ -87,7 +88,7 @@ def _across(case: Case, arm: str, ranks: list[RankMeasurement]) -> Iterator[Samp
     measured = len(ranks) > 1 and all(len(times.wait_us) for times in arms)
     if case.device == "cpu" or len(ranks) < 2:
         status = "no_device" if case.device == "cpu" else "not_applicable"
-        for metric in ACROSS[: 2 if measured else 3]:
+        for metric in ACROSS if measured else (*ACROSS, *WAITS):
             yield Sample(arm, ACROSS_RANKS, -1, metric, None, status)
     else:
         yield from _from_ends(arm, [found.host for found in ranks], arms)
@@ -104,15 +105,20 @@ def _from_ends(arm: str, hosts: list[int], arms: list[ArmTimes]) -> Iterator[Sam
         for step, value in enumerate(values):
             yield Sample(arm, ACROSS_RANKS, step, metric, float(value))
     if len(skews) > 1:
-        yield Sample(arm, ACROSS_RANKS, -1, "first_wait_us", None, "not_applicable", source=PREDICTED)
+        for metric in WAITS:
+            yield Sample(arm, ACROSS_RANKS, -1, metric, None, "not_applicable", source=PREDICTED)
         return
-    for step, waits in enumerate(predict_first_wait(ends)):
-        for rank, value in enumerate(waits):
-            yield Sample(arm, rank, step, "first_wait_us", float(value), source=PREDICTED)
+    yield from _waits(arm, predict_first_wait(ends), PREDICTED)
 
 
 def _measured_waits(arm: str, arms: list[ArmTimes]) -> Iterator[Sample]:
     """By the clock of each rank's own device."""
-    for rank, times in enumerate(arms):
-        for step, value in enumerate(times.wait_us):
-            yield Sample(arm, rank, step, "first_wait_us", float(value))
+    yield from _waits(arm, np.stack([times.wait_us for times in arms], axis=1), MEASURED)
+
+
+def _waits(arm: str, waits: np.ndarray, source: str) -> Iterator[Sample]:
+    """From [steps, ranks]. The last rank waits for nobody, so what lateness costs a step is its longest wait."""
+    for step, of_step in enumerate(waits):
+        for rank, value in enumerate(of_step):
+            yield Sample(arm, rank, step, "first_wait_us", float(value), source=source)
+        yield Sample(arm, ACROSS_RANKS, step, "longest_wait_us", float(of_step.max()), source=source)

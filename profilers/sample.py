@@ -24,6 +24,7 @@ UNITS: dict[str, str] = {
     "launch_skew_us": "us",
     "duration_spread_us": "us",
     "first_wait_us": "us",
+    "longest_wait_us": "us",  # of a step's first waits: that of the rank which came first
     "exchange_us": "us",  # the first all-reduce when nobody is late
     "injected_us": "us",
     "sm_clock_mhz": "MHz",  # at the ends of some steps; its cause says what held clocks down

@@ -85,6 +85,7 @@ def samples(
                 yield Sample(arm, ACROSS_RANKS, step, "launch_skew_us", max(ends) - min(ends))
                 for rank, end in enumerate(ends):
                     yield Sample(arm, rank, step, "first_wait_us", max(ends) - end, source=PREDICTED)
+                yield Sample(arm, ACROSS_RANKS, step, "longest_wait_us", max(ends) - min(ends), source=PREDICTED)
 
 
 def write_run(folder: Path, cases: Sequence[Case], machine: Environment | None = None, **how) -> Path:

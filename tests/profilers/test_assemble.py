@@ -9,7 +9,7 @@ from attn_graph.profilers.assemble import samples_of
 from attn_graph.profilers.environment import attached_tracer
 from attn_graph.profilers.gpu_state import GpuState
 from attn_graph.profilers.measure import ArmTimes, RankMeasurement
-from attn_graph.profilers.sample import PREDICTED, Case
+from attn_graph.profilers.sample import MEASURED, PREDICTED, Case
 
 CASE = Case("trtllm_mha", "decode", 8, 8, "512", 64, 2048, False, tp=2)
 
@@ -33,7 +33,15 @@ def test_skew_is_last_end_less_first_and_the_early_rank_waits_for_it():
     found = list(samples_of(CASE, measured(seen([1, 2], [11, 50]), seen([3, 0], [31, 20]))))
     assert values(found, "launch_skew_us") == {(-1, 0): 20, (-1, 1): 30}
     assert values(found, "first_wait_us") == {(0, 0): 20, (1, 0): 0, (0, 1): 0, (1, 1): 30}
-    assert {s.source for s in found if s.metric == "first_wait_us"} == {PREDICTED}
+    assert values(found, "longest_wait_us") == {(-1, 0): 20, (-1, 1): 30}
+    assert {s.source for s in found if s.metric in ("first_wait_us", "longest_wait_us")} == {PREDICTED}
+
+
+def test_measured_waits_have_a_longest_one_too():
+    early, late = (replace(seen([1, 2], [11, 50]), wait_us=np.array(waits)) for waits in ([9.0, 2.5], [2.5, 7.0]))
+    found = [s for s in samples_of(CASE, measured(early, late)) if s.source == MEASURED]
+    assert values(found, "first_wait_us") == {(0, 0): 9, (1, 0): 2.5, (0, 1): 2.5, (1, 1): 7}
+    assert values(found, "longest_wait_us") == {(-1, 0): 9, (-1, 1): 7}
 
 
 def test_the_spread_of_durations_leaves_start_lags_out():
@@ -44,7 +52,7 @@ def test_the_spread_of_durations_leaves_start_lags_out():
 
 def test_one_rank_has_no_skew():
     found = list(samples_of(CASE, measured(seen([1], [11]))))
-    assert {s.status for s in found if s.metric in ("launch_skew_us", "first_wait_us")} == {"not_applicable"}
+    assert {s.status for s in found if s.metric in ("launch_skew_us", "longest_wait_us")} == {"not_applicable"}
 
 
 def test_a_cpu_has_no_launch_and_interpreted_work_no_time():
@@ -52,7 +60,7 @@ def test_a_cpu_has_no_launch_and_interpreted_work_no_time():
     real = list(samples_of(on_cpu, measured(seen([1], [11]), seen([1], [9]))))
     assert values(real, "prep_host_us") == {(0, 0): 5, (1, 0): 4}
     stand_in = list(samples_of(on_cpu, measured(*[seen([1], [11], prep_is_real=False)] * 2)))
-    for metric in ("launch_host_us", "launch_end_us", "launch_skew_us", "first_wait_us", "prep_host_us"):
+    for metric in ("launch_host_us", "launch_end_us", "launch_skew_us", "longest_wait_us", "prep_host_us"):
         assert {(s.value, s.status) for s in stand_in if s.metric == metric} == {(None, "no_device")}
 
 
