@@ -23,6 +23,7 @@ from ..profilers.results import (
     read_summary,
 )
 from ..profilers.sample import MEASURED, PREDICTED, Case
+from ..profilers.waits import INJECT, PREDICT
 from .observe import is_observer_run
 from .tables import STATUS_WORDS, UNTRACED, arm_order, case_labels, number
 
@@ -236,7 +237,7 @@ def first_wait_ranks(tables: RunTables) -> tuple[Figure, str]:
     """How the longest first wait grows with the ranks: p50 and p99 by arm, extrapolated and measured."""
     from matplotlib.ticker import FuncFormatter
 
-    rows = _side_table(tables, "predict.csv")
+    rows = _side_table(tables, PREDICT)
     drawn = rows[rows["source"].isin(("extrapolated", "measured"))]
     if drawn.loc[drawn["source"] == "extrapolated", "n_ranks"].nunique() < 2:
         raise NothingToPlot("waits were predicted for fewer than two rank counts; see bench --predict-ranks")
@@ -274,7 +275,7 @@ def first_wait_ranks(tables: RunTables) -> tuple[Figure, str]:
 
 def dose_response(tables: RunTables) -> tuple[Figure, str]:
     """What the other ranks wait when one rank's launch is delayed on purpose, by dose."""
-    rows = _side_table(tables, "inject.csv")
+    rows = _side_table(tables, INJECT)
     several = rows[rows["injected_rank"] == "each"]
     rows = several if len(several) else rows
     figure = _figure(9, 4)
@@ -434,7 +435,7 @@ PLOTS = (
         "Lines: the slowest of N ranks, from resampled launch ends; solid as if every rank jittered by itself, dotted "
         "with what moves all ranks of a step together taken out. The truth lies between them as far as delays were "
         "sampled; a p99 that goes flat has met the largest delay that was measured.",
-        table="predict.csv",
+        table=PREDICT,
     ),
     Plot(
         "dose_response",
@@ -442,7 +443,7 @@ PLOTS = (
         dose_response,
         "A known delay is added to one rank's launch. If the ruler is right, the other ranks wait longer by just that: "
         "the dots lie on the dashed line, and the slope is 1.",
-        table="inject.csv",
+        table=INJECT,
     ),
     Plot(
         "timeline",

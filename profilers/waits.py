@@ -94,24 +94,24 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
     groups: dict[tuple[str, str], list[tuple[Case, pd.DataFrame]]] = {}
     for case, arm, rows in _arms(samples):
         groups.setdefault((replace(case, tp=1).key, arm), []).append((case, rows))
+    delays = _delays(samples)
     for (_, arm), runs in groups.items():
         counts = sorted({*rank_counts, *(case.tp for case, _ in runs if case.tp > 1)})
         found = {row["n_ranks"]: row for case, rows in runs for row in _measured_row(case, arm, rows)}
         yield from found.values()
-        others_delays = {case: _delays_of_others(samples, case, arm) for case, _ in runs if case.tp > 1}
         for case, rows in runs:
             ends = _by_step(rows, "launch_end_us", MEASURED)
             if len(ends) < 2:
                 continue
             if case.tp > 1:
-                delays = others_delays[case]
-                arrivals = {"": ends} if delays is None else {"": ends, CALIBRATED: ends + delays}
+                others = [found for other, found in delays.get(case, {}).items() if other != arm]
+                arrivals = {"": ends} | ({CALIBRATED: ends + np.mean(others, axis=0)} if others else {})
                 for model, arrived in arrivals.items():
                     row = _row(case, arm, case.tp, case.tp, model, PREDICTED, skew(arrived))
                     yield _against(row, found.get(case.tp))
             models = MODELS if case.tp > 1 else (INDEPENDENT,)
-            others = [n for n in counts if n in rank_counts or n != case.tp]
-            for e in _extrapolations(ends, [(n, model) for n in others for model in models]):
+            unlike = [n for n in counts if n in rank_counts or n != case.tp]
+            for e in _extrapolations(ends, [(n, model) for n in unlike for model in models]):
                 row = _row_of(case, arm, e.n_ranks, case.tp, e.model, e.source, len(ends), e)
                 yield _against(row, found.get(e.n_ranks))
 
@@ -135,14 +135,14 @@ def device_delays_us(ends: np.ndarray, waits: np.ndarray) -> np.ndarray:
     return np.median(apart, axis=0)
 
 
-def _delays_of_others(samples: pd.DataFrame, case: Case, arm: str) -> np.ndarray | None:
-    """[1, ranks], mean of `device_delays_us` over the other arms of a case; None without any."""
-    found = []
-    for other_case, other, rows in _arms(samples):
+def _delays(samples: pd.DataFrame) -> dict[Case, dict[str, np.ndarray]]:
+    """`device_delays_us` of every arm that was measured on devices, by case."""
+    found: dict[Case, dict[str, np.ndarray]] = {}
+    for case, arm, rows in _arms(samples):
         ends, waits = _by_step(rows, "launch_end_us", MEASURED), _by_step(rows, "first_wait_us", MEASURED)
-        if other_case == case and other != arm and ends.shape == waits.shape and len(ends) > 1:
-            found.append(device_delays_us(ends, waits))
-    return np.mean(found, axis=0, keepdims=True) if found else None
+        if ends.shape == waits.shape and len(ends) > 1:
+            found.setdefault(case, {})[arm] = device_delays_us(ends, waits)
+    return found
 
 
 def _extrapolations(ends: np.ndarray, wanted: list[tuple[int, str]]) -> list[Extrapolation]:
