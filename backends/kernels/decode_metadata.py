@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..modes import TailPolicy
 from .device import batch_max, ceil_pages, floor_div, load_below, swa_slot, write_swa_slots
+from .kv_indices import check_vector
 from .launch import PreparedLaunch, launch
 
 SLOT_BLOCK = 512
@@ -270,10 +271,10 @@ def update_decode_metadata(
     width = page_table.shape[1] if max_seq_pages is None else max_seq_pages
     if bs == 0:
         return
-    _check_vector("req_pool_indices", req_pool_indices, bs, (torch.int32, torch.int64))
-    _check_vector("seq_lens", seq_lens, bs, (torch.int32, torch.int64))
-    _check_vector("cache_seqlens", cache_seqlens, bs, (torch.int32,))
-    _check_vector("cu_seqlens_k", cu_seqlens_k, bs + 1, (torch.int32,))
+    check_vector("req_pool_indices", req_pool_indices, bs, (torch.int32, torch.int64))
+    check_vector("seq_lens", seq_lens, bs, (torch.int32, torch.int64))
+    check_vector("cache_seqlens", cache_seqlens, bs, (torch.int32,))
+    check_vector("cu_seqlens_k", cu_seqlens_k, bs + 1, (torch.int32,))
     _check_table("page_table", page_table, bs, width)
     _check_source(req_to_token, width, page_size)
     has_swa = swa_page_table is not None
@@ -285,7 +286,7 @@ def update_decode_metadata(
     if has_slots:
         if out_cache_loc is None:
             raise ValueError("swa_out_cache_loc needs out_cache_loc, got None")
-        _check_vector("swa_out_cache_loc", swa_out_cache_loc, 0, (torch.int64,))
+        check_vector("swa_out_cache_loc", swa_out_cache_loc, 0, (torch.int64,))
         if out_cache_loc.shape[0] > swa_out_cache_loc.shape[0]:
             raise ValueError(
                 f"out_cache_loc has {out_cache_loc.shape[0]} slots, swa_out_cache_loc only "
@@ -294,11 +295,11 @@ def update_decode_metadata(
     if q_mode != QueryMode.PRESET:
         if cu_seqlens_q is None:
             raise ValueError(f"q_mode {QueryMode(q_mode).name} needs cu_seqlens_q, got None")
-        _check_vector("cu_seqlens_q", cu_seqlens_q, bs + 1, (torch.int32,))
+        check_vector("cu_seqlens_q", cu_seqlens_q, bs + 1, (torch.int32,))
     if q_mode == QueryMode.CUMSUM:
         if qlens is None:
             raise ValueError("q_mode CUMSUM needs qlens, got None")
-        _check_vector("qlens", qlens, bs, (torch.int32,))
+        check_vector("qlens", qlens, bs, (torch.int32,))
     call = _launch_of(
         req_pool_indices, seq_lens, req_to_token, cache_seqlens, cu_seqlens_k, page_table, bs, seqlen_offset,
         width, page_size, swa_mapping, swa_page_table, out_cache_loc, swa_out_cache_loc, cu_seqlens_q, qlens,
@@ -392,15 +393,6 @@ def _launch_of(
 def programs(config: DecodeMetadataConfig, bs: int, n_slots: int) -> int:
     """Programs of one launch for bs rows and n_slots sliding-window write slots."""
     return 1 - (-n_slots // SLOT_BLOCK) - (-bs // config.rows) * config.programs_per_row
-
-
-def _check_vector(name: str, x: torch.Tensor, least: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    if x.dim() != 1 or x.shape[0] < least:
-        raise ValueError(f"{name} must be a vector of at least {least}, got shape {list(x.shape)}")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.shape[0] > 1 and x.stride(0) != 1:
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
 
 
 def _check_table(name: str, x: torch.Tensor, rows: int, columns: int) -> None:
