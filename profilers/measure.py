@@ -7,7 +7,7 @@ Nothing synchronises inside a timed window; the device is drained and the inputs
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -427,6 +427,35 @@ def _device_samples(
     ]
 
 
+def timed_window(
+    ranges: StepRanges, rebuild: Callable[[], object], launch: Callable[[], object], delay_us: float | None = None
+) -> tuple[int, int, int, int, int]:
+    """One step in its ranges, by the host's clock in ns: start, before and after `rebuild`, before and after `launch`.
+
+    Args:
+        delay_us: spun away between the two, on purpose.
+    """
+    clock = monotonic_ns
+    started = clock()
+    ranges.push_step()
+    ranges.push_prep()
+    before = clock()
+    rebuild()
+    prepared = clock()
+    ranges.pop()
+    if delay_us:
+        until = prepared + int(delay_us * 1e3)
+        while clock() < until:
+            pass
+    ranges.push_launch()
+    launching = clock()
+    launch()
+    launched = clock()
+    ranges.pop()
+    ranges.pop()
+    return started, before, prepared, launching, launched
+
+
 class _StepTimer:
     """The timed window of one arm."""
 
@@ -441,33 +470,17 @@ class _StepTimer:
         self._marks: list[tuple[int, int, int, int, int, int]] = []
 
     def run(self, step: int, inputs: StepInputs) -> None:
-        runner, ranges, clock = self._runner, self._ranges, monotonic_ns
+        runner, ranges = self._runner, self._ranges
         runner.load_batch(inputs)
         self._bench.drain()
         rebuild, launch = runner.rebuild, runner.launch
         delay_us = self._injection.delay_us(step, self._rank, self._size) if self._injection else None
         deadline = self._wait(step, self.causes.mark)
-        started = clock()
-        ranges.push_step()
-        ranges.push_prep()
-        before = clock()
-        rebuild()
-        prepared = clock()
-        ranges.pop()
-        if delay_us:
-            until = prepared + int(delay_us * 1e3)
-            while clock() < until:
-                pass
-        ranges.push_launch()
-        launching = clock()
-        launch()
-        launched = clock()
-        ranges.pop()
-        ranges.pop()
+        window = timed_window(ranges, rebuild, launch, delay_us)
         self.causes.mark()
         self._bench.drain()
         self.causes.read_gpu()
-        self._marks.append((deadline, started, before, prepared, launching, launched))
+        self._marks.append((deadline, *window))
         self._injected.append(delay_us)
 
     def result(self, warmup: int) -> ArmTimes:

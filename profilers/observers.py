@@ -277,6 +277,7 @@ def _arm_subjects(
 def _step_timer(bench: CaseBench, built: BuiltArm) -> Callable[[StepRanges, int], dict[str, float]]:
     """A step as `bench` times it, without other ranks to wait for."""
     from .clock import monotonic_ns as clock
+    from .measure import timed_window
 
     runner = built.runner
     graph = runner.graphs[bench.case.bucket]
@@ -286,19 +287,7 @@ def _step_timer(bench: CaseBench, built: BuiltArm) -> Callable[[StepRanges, int]
         runner.load_batch(bench.batches[n % len(bench.batches)])
         rebuild, launch = runner.rebuild, runner.launch
         bench.drain()
-        started = clock()
-        ranges.push_step()
-        ranges.push_prep()
-        before = clock()
-        rebuild()
-        prepared = clock()
-        ranges.pop()
-        ranges.push_launch()
-        launching = clock()
-        launch()
-        launched = clock()
-        ranges.pop()
-        ranges.pop()
+        started, before, prepared, launching, launched = timed_window(ranges, rebuild, launch)
         ended = clock()
         bench.drain()
         times = {"prep_host_us": (prepared - before) / 1e3, "step_host_us": (ended - started) / 1e3}
