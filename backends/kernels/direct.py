@@ -66,7 +66,7 @@ class Variant:
             raise ValueError(f"{len(self.kinds)} runtime arguments for {len(self.kinds) + self.scratch} parameters")
         for kind in self.kinds:
             _cell(kind)  # refuses kinds of argument that it does not know
-        self.function = ctypes.c_void_p(compiled.function)
+        self.function = compiled.function
         self.block = metadata.num_warps * getattr(metadata, "warp_size", 32)
         self.shared = metadata.shared
 
@@ -87,13 +87,11 @@ class Packet:
         scratch = [ctypes.c_uint64(0) for _ in range(variant.scratch)]
         array = (ctypes.c_void_p * (len(self.cells) + variant.scratch))(*map(ctypes.addressof, self.cells + scratch))
         self.config = LaunchConfig(*(*grid, 1, 1)[:3], variant.block, 1, 1, variant.shared)
-        # The driver reads through addresses, so what they point to must live as long as this does. Ready-made handles:
-        # converting Python numbers would cost as much as the call.
+        # The driver reads through addresses, so what they point to must live as long as this does. Converted once: it
+        # would cost as much as the call.
         self._kept = scratch, array
-        self._handles = (
-            ctypes.c_void_p(ctypes.addressof(self.config)), variant.function,
-            ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_void_p(None),
-        )  # fmt: skip
+        pointers = ctypes.addressof(self.config), variant.function, ctypes.addressof(array), None
+        self._handles = tuple(map(ctypes.c_void_p.from_param, pointers))
 
     def launch(self, stream: int) -> None:
         """Raises RuntimeError if the driver refuses."""

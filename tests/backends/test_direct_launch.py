@@ -35,16 +35,17 @@ def driver(monkeypatch):
     """Reads what a driver would read, from the addresses that it is handed."""
     seen = []
 
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def call(config, function, parameters, extra) -> int:
-        c = LaunchConfig.from_address(config.value)
-        at = (ctypes.c_void_p * 5).from_address(parameters.value)
+        c = LaunchConfig.from_address(config)
+        at = (ctypes.c_void_p * 5).from_address(parameters)
         a, b = (ctypes.c_uint64.from_address(at[i]).value for i in (0, 1))
         n = ctypes.c_int32.from_address(at[2]).value
         grid, block = (c.grid_x, c.grid_y, c.grid_z), (c.block_x, c.block_y, c.block_z)
         scratch = [ctypes.c_uint64.from_address(at[i]).value for i in (3, 4)]
         seen.append(SimpleNamespace(
             grid=grid, block=block, shared=c.shared_bytes, stream=c.stream, n_attributes=c.n_attributes,
-            function=function.value, values=(a, b, n), scratch=scratch, extra=extra.value,
+            function=function, values=(a, b, n), scratch=scratch, extra=extra,
         ))  # fmt: skip
         return 0
 
