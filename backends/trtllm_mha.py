@@ -210,14 +210,11 @@ class TrtllmMhaBackend(AttentionBackend):
             md.swa_page_table[:, :columns].copy_(mapped // page_size)
 
     def rebuild_fused(self, fb: ForwardBatch, md: TrtllmMhaMetadata) -> None:
-        if md.swa_out_cache_loc is not None:
-            self._checked_slots(fb, md)
-        accepted = _accepted(fb)
         if md.fused is None:
             md.fused = PreparedDecodeMetadata(
                 **self._update_arguments(fb, md), tail=self.tail, write_cu_zero=False, config=md.kernel_config
             )
-        md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc, accepted)
+        md.fused(fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc, None if fb.spec_info is None else _accepted(fb))
 
     def peer_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
         from .peers import sglang_page_table_update

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..base import ConfigError
 from ..modes import TailPolicy
 from .device import batch_max, ceil_pages, floor_div, load_below, swa_slot, write_swa_slots
 from .kv_indices import check_vector
@@ -313,7 +314,7 @@ VARYING = (0, 1, 4, 5, 15, 21)
 
 
 class PreparedDecodeMetadata:
-    """`update_decode_metadata` without its checks, bound to its output buffers: a call only brings what changes.
+    """`update_decode_metadata` bound to its output buffers: a call only brings what changes.
 
     Args: those of `update_decode_metadata`, every one of them; the caller has checked them.
 
@@ -322,6 +323,8 @@ class PreparedDecodeMetadata:
     """
 
     def __init__(self, **arguments) -> None:
+        slots = arguments["swa_out_cache_loc"]
+        self._room = None if slots is None else slots.shape[0]
         self._absent = arguments["cache_seqlens"]
         self.launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=VARYING)
 
@@ -332,16 +335,24 @@ class PreparedDecodeMetadata:
         out_cache_loc: torch.Tensor | None,
         qlens: torch.Tensor | None,
     ) -> None:
-        """Rebuild for these inputs; the layout of each as in `update_decode_metadata`."""
-        loc = self._absent if out_cache_loc is None else out_cache_loc
-        self.launch(
-            req_pool_indices,
-            seq_lens,
-            loc,
-            self._absent if qlens is None else qlens,
-            0 if out_cache_loc is None else loc.shape[0],
-            loc.stride(0),
-        )
+        """Rebuild for these inputs; the layout of each as in `update_decode_metadata`.
+
+        Raises:
+            ConfigError: out_cache_loc is longer than the bound buffer.
+        """
+        absent = self._absent
+        if qlens is None:
+            qlens = absent
+        if self._room is None or out_cache_loc is None:
+            self.launch.repeat((req_pool_indices, seq_lens, absent, qlens, 0, 1))
+            return
+        (n,), (stride,) = out_cache_loc.shape, out_cache_loc.stride()
+        if n > self._room:
+            raise ConfigError(
+                f"out_cache_loc has {n} slots, swa_out_cache_loc {self._room} at this batch size: pass the slots of "
+                "this step only"
+            )
+        self.launch.repeat((req_pool_indices, seq_lens, out_cache_loc, qlens, n, stride))
 
 
 def _launch_of(

@@ -96,6 +96,11 @@ class Packet:
     def launch(self, stream: int) -> None:
         """Raises RuntimeError if the driver refuses."""
         self.config.stream = stream
+        if self._call(*self._handles):
+            self._call_again()
+
+    def _call_again(self) -> None:
+        """Says what is wrong, unless this thread had only not touched the device yet."""
         code = self._call(*self._handles)
         if code == NO_CONTEXT:
             bind_context(current_device())
@@ -143,7 +148,7 @@ class DirectLauncher:
         self._lock = Lock()
 
 
-class BoundLaunch:
+class BoundLaunch(Packet):
     """A launch whose arguments are bound once; a repetition writes those that may change, and calls the driver.
 
     For one thread at a time, as are the buffers that it writes.
@@ -156,25 +161,27 @@ class BoundLaunch:
         ValueError: the kernel cannot be launched directly, or an argument is neither a tensor nor an int.
     """
 
+    __slots__ = ("__weakref__", "_constant", "_device", "_ints", "_tensors")
+
     def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], varying: tuple[int, ...]) -> None:
         seen = [_seen(arg) for arg in args]
         if any(code is None for _, code in seen):
             raise ValueError("an argument is neither a tensor nor an int")
         try:
             variant = Variant(compiled, len(args))
-            self._packet = packet = Packet(variant, grid)
+            super().__init__(variant, grid)
         except (AttributeError, KeyError) as error:
             raise ValueError(f"not a compiled kernel as this file knows it: {error}") from error
         self._device = current_device()
-        for cell, i in zip(packet.cells, variant.positions, strict=True):
+        for cell, i in zip(self.cells, variant.positions, strict=True):
             cell.value = seen[i][0]
-        by_position = dict(zip(variant.positions, packet.cells, strict=True))
-        # [place among the varying, what the cell holds, cell, what the variant was compiled for]
-        varied = [[n, args[i], by_position.get(i), seen[i][1]] for n, i in enumerate(varying)]
+        by_position = dict(zip(variant.positions, self.cells, strict=True))
+        # [place among the varying, what the cell holds, its word, cell, what the variant was compiled for]
+        varied = [[n, args[i], seen[i][0], by_position.get(i), seen[i][1]] for n, i in enumerate(varying)]
         self._ints = [entry for entry in varied if type(entry[1]) is int]
-        self._tensors = [[*entry, entry[1].data_ptr()] for entry in varied if type(entry[1]) is not int]
+        self._tensors = [entry for entry in varied if type(entry[1]) is not int]
         # The driver reads addresses: the tensors that never change must live as long as this does.
-        self._kept = [arg for i, arg in enumerate(args) if i not in varying]
+        self._constant = [arg for i, arg in enumerate(args) if i not in varying]
         _bound.add(self)
 
     def repeat(self, values: tuple[Any, ...]) -> bool:
@@ -182,8 +189,9 @@ class BoundLaunch:
         device = current_device()
         if device != self._device:
             return False
+        # Few operations on purpose: this is most of what an eager rebuild costs beside the driver's call.
         for entry in self._tensors:
-            n, held, cell, wanted, address = entry
+            n, held, address, cell, wanted = entry
             value = values[n]
             new = value.data_ptr()
             if new == address and value is held:
@@ -192,19 +200,21 @@ class BoundLaunch:
                 return False
             if cell is not None:
                 cell.value = new
-            entry[1], entry[4] = value, new
+            entry[1], entry[2] = value, new
         for entry in self._ints:
-            n, held, cell, wanted = entry
+            n, _, held, cell, wanted = entry
             value = values[n]
-            if type(value) is int and value == held:
+            if value == held and type(value) is int:
                 continue
             new, code = _seen(value)
             if code != wanted:
                 return False
             if cell is not None:
                 cell.value = new
-            entry[1] = value
-        self._packet.launch(current_stream(device))
+            entry[2] = value
+        self.config.stream = current_stream(device)
+        if self._call(*self._handles):
+            self._call_again()
         return True
 
     def forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -66,22 +66,27 @@ class PreparedLaunch:
     ) -> None:
         self._launch = (kernel, grid, args, options)
         self._varying = varying
-        self._bound: direct.BoundLaunch | None = None
+        self._repeat: Callable[[tuple[Any, ...]], bool] = _not_bound
         self._binds = direct.supported(kernel) and 0 not in grid
 
     def __call__(self, *values: Any) -> None:
-        if self._bound is not None and not observers and self._bound.repeat(values):
-            return
+        self.repeat(values)
+
+    def repeat(self, values: tuple[Any, ...]) -> None:
+        """The same call, for callers that count every Python operation."""
+        if observers or not self._repeat(values):
+            self._launch_anew(values)
+
+    def _launch_anew(self, values: tuple[Any, ...]) -> None:
         kernel, grid, _, options = self._launch
         now = self._arguments(values)
-        if observers or not self._binds or self._bound is not None:
+        if observers or not self._binds:
             launch(kernel, grid, now, options)
             return
+        self._binds = False  # once: what it cannot repeat needs another variant
         compiled = kernel[grid](*now, **options)
-        try:
-            self._bound = direct.BoundLaunch(compiled, grid, now, self._varying)
-        except ValueError:
-            self._binds = False
+        with suppress(ValueError):
+            self._repeat = direct.BoundLaunch(compiled, grid, now, self._varying).repeat
 
     def through_triton(self, *values: Any) -> None:
         """The same launch by Triton's own launcher, to compare with. Observers do not see it."""
@@ -93,6 +98,10 @@ class PreparedLaunch:
         for position, value in zip(self._varying, values, strict=True):
             now[position] = value
         return tuple(now)
+
+
+def _not_bound(values: tuple[Any, ...]) -> bool:
+    return False
 
 
 def through_observers(run: Run, args: tuple[Any, ...] | None) -> None:
