@@ -34,6 +34,7 @@ SECTOR_BYTES = 32
 REPEATS = 9
 ROUGH_REPEATS = 3
 FINALISTS = 4
+MARGIN = 0.01
 DECODE, CSR = "decode_metadata", "csr_metadata"
 
 
@@ -157,17 +158,22 @@ def _rows(
 
 
 def _best(bodies: dict[Any, Body], timer: GpuTimer, device: torch.device) -> Any:
-    """The setting with the least hot and cold times, by their product, of the FINALISTS that are fastest when hot: one
-    setting serves both."""
-    hot = _sound_us(bodies, False, timer, device)
-    finalists = {config: bodies[config] for config in sorted(hot, key=hot.get)[:FINALISTS]}
-    cold = _sound_us(finalists, True, timer, device)
-    return min(cold, key=lambda config: hot[config] * cold[config], default=next(iter(bodies)))
+    """The setting with the least hot and cold times, by their product: one setting serves both. Judged are the
+    FINALISTS that are fastest when hot, and the first, which stays unless it is beaten by MARGIN."""
+    default = next(iter(bodies))
+    hot = _sound_us(bodies, False, ROUGH_REPEATS, timer, device)
+    finalists = {config: bodies[config] for config in [default, *sorted(hot, key=hot.get)[:FINALISTS]]}
+    hot, cold = (_sound_us(finalists, cold, REPEATS, timer, device) for cold in (False, True))
+    products = {config: hot[config] * cold[config] for config in finalists if config in hot and config in cold}
+    best = min(products, key=products.get, default=default)
+    return best if products.get(best, 0) < (1 - MARGIN) * products.get(default, float("inf")) else default
 
 
-def _sound_us(bodies: dict[Any, Body], cold: bool, timer: GpuTimer, device: torch.device) -> dict[Any, float]:
-    """Rough times; without those that came out negative, as a difference of two noisy times can."""
-    times = interleaved_us(bodies, device=device, cold=cold, repeats=ROUGH_REPEATS, timer=timer)
+def _sound_us(
+    bodies: dict[Any, Body], cold: bool, repeats: int, timer: GpuTimer, device: torch.device
+) -> dict[Any, float]:
+    """Median times; without those that came out negative, as a difference of two noisy times can."""
+    times = interleaved_us(bodies, device=device, cold=cold, repeats=repeats, timer=timer)
     mid = {config: median(values) for config, values in times.items()}
     return {config: us for config, us in mid.items() if us > 0}
 
@@ -186,14 +192,26 @@ def _compile(bodies: list[Body], device: torch.device) -> None:
 
 def candidates(point: Point) -> list[DecodeMetadataConfig] | list[CsrConfig]:
     """Settings to try at a point: the default first, its neighbours, each of which changes one thing or trades two, and
-    what suits short rows and unlike ones."""
+    for page tables what has won elsewhere."""
     if point.kernel == CSR:
         return _list_candidates(csr_metadata.default_config(point.bs, point.max_context), point.max_context)
     columns = -(-point.max_context // point.page_size)
-    return _table_candidates(decode_metadata.default_config(point.bs, columns), columns)
+    tried = _table_candidates(decode_metadata.default_config(point.bs, columns))
+    return [c for c in tried if c.programs_per_row * c.block < 4 * max(columns, 64) and c.rows <= point.bs]
 
 
-def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetadataConfig]:
+_TABLE_WINNERS = (
+    # Short rows: one program each, or a few that read early.
+    (1, 64, 1), (1, 64, 1, 2), (1, 64, 4, 2), (1, 64, 8, 4), (1, 128, 1), (1, 128, 4), (1, 512, 4), (2, 64, 4, 2),
+    (2, 128, 1, 1, 64), (2, 128, 2, 1, 64), (4, 128, 1), (4, 128, 1, 1, 64), (4, 128, 2, 1, 64), (4, 256, 2, 1, 64),
+    # Long and unlike ones: many programs, so that the longest row has enough of them.
+    (8, 64, 4, 2), (8, 128, 1), (8, 256, 2), (16, 128, 1), (16, 128, 2), (16, 128, 2, 2), (16, 128, 8, 2),
+    (32, 64, 1, 2), (32, 64, 2), (32, 64, 2, 4), (32, 64, 4, 2), (32, 64, 8, 4),
+)  # fmt: skip
+"""What an exhaustive search of the tuner's space has found fastest at one point or another, on an H200."""
+
+
+def _table_candidates(d: DecodeMetadataConfig) -> list[DecodeMetadataConfig]:
     k, rows, most = d.programs_per_row, d.rows, decode_metadata.MOST_COLUMNS
     tried = [
         d,
@@ -203,20 +221,11 @@ def _table_candidates(d: DecodeMetadataConfig, columns: int) -> list[DecodeMetad
         replace(
             d, programs_per_row=max(k // 2, 1), block=min(2 * d.block, most // rows), num_warps=min(2 * d.num_warps, 8)
         ),
-        replace(d, block=max(d.block // 4, 32), num_warps=2),
         replace(d, num_warps=8 if d.num_warps < 8 else 4),
-        replace(d, rows=2 * rows, block=max(min(d.block, most // (2 * rows)), 32), early=0),
         replace(d, rows=1, block=min(d.block, 128), num_warps=4),
-        DecodeMetadataConfig(1, 64, 1, 1, 32),
-        DecodeMetadataConfig(1, 64, 1),
-        DecodeMetadataConfig(1, 128, 4),
-        DecodeMetadataConfig(1, 128, 4, 1, 64),
-        DecodeMetadataConfig(8, 256, 2),
-        DecodeMetadataConfig(16, 128, 1),
-        DecodeMetadataConfig(16, 128, 4, 2),
-        DecodeMetadataConfig(32, 64, 2, 4),
+        *(DecodeMetadataConfig(*values) for values in _TABLE_WINNERS),
     ]
-    return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max(columns, 64)))
+    return list(dict.fromkeys(tried))
 
 
 def _list_candidates(d: CsrConfig, max_context: int) -> list[CsrConfig]:
@@ -225,9 +234,12 @@ def _list_candidates(d: CsrConfig, max_context: int) -> list[CsrConfig]:
         d,
         replace(d, programs_per_row=2 * k),
         replace(d, programs_per_row=2 * k, block=d.block // 2, num_warps=4),
+        replace(d, programs_per_row=2 * k, block=d.block // 2, num_warps=2),
         replace(d, programs_per_row=4 * k, block=d.block // 4, num_warps=4),
         replace(d, programs_per_row=max(k // 2, 1)),
+        replace(d, programs_per_row=max(k // 2, 1), num_warps=4),
         replace(d, block=d.block // 2, num_warps=4),
+        replace(d, block=d.block // 2, num_warps=2),
         replace(d, num_warps=4 if d.num_warps == 8 else 8),
     ]
     return list(dict.fromkeys(c for c in tried if c.programs_per_row * c.block < 4 * max_context))

@@ -1,7 +1,7 @@
 """Page-table attention metadata in one launch: lengths, both prefix sums, page tables, sliding-window write slots.
 
-Programs, in order: one for the prefix sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each group of
-rows, striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
+Programs, in order: one for the lengths and their sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each
+group of rows, striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def _power_of_two_up_to(n: int) -> int:
 
 # Strides too: a stride known to be divisible by 16 makes each lane own four neighbouring cells, and as a mask that ends
 # anywhere forbids wide stores, a warp would write every sector four times.
+# What the way to the first table load needs comes first: arguments are fetched by the cache line, anew at each launch.
 @triton.jit(
     do_not_specialize=[
         "bs", "seqlen_offset", "max_seq_pages", "n_loc", "n_swa_out", "q_stride", "loc_stride", "req_to_token_stride",
@@ -105,29 +106,21 @@ def _power_of_two_up_to(n: int) -> int:
     ]
 )  # fmt: skip
 def _decode_metadata_kernel(
-    req_pool_indices, seq_lens, req_to_token, swa_mapping, out_cache_loc, qlens,
-    cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_out_cache_loc,
-    bs, seqlen_offset, max_seq_pages, n_loc, n_swa_out, q_stride,
-    req_to_token_stride, page_table_stride, swa_page_table_stride, loc_stride,
+    req_pool_indices, seq_lens, req_to_token, page_table,
+    bs, seqlen_offset, max_seq_pages, req_to_token_stride, page_table_stride, swa_page_table_stride,
+    swa_mapping, swa_page_table, cache_seqlens, cu_seqlens_k, cu_seqlens_q, qlens, out_cache_loc, swa_out_cache_loc,
+    q_stride, n_loc, n_swa_out, loc_stride,
     PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr, SLOT_PROGRAMS: tl.constexpr,
-    Q_MODE: tl.constexpr, TAIL: tl.constexpr, WRITE_CU_ZERO: tl.constexpr,
+    Q_MODE: tl.constexpr, TAIL: tl.constexpr, WRITE_CU_ZERO: tl.constexpr, ONE_TURN: tl.constexpr,
     PROGRAMS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
     SCAN: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid == 0:
-        prefix_sums(
-            seq_lens,
-            qlens,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            bs,
-            seqlen_offset,
-            q_stride,
-            Q_MODE,
-            WRITE_CU_ZERO,
-            SCAN,
-        )
+        lengths_and_sums(
+            seq_lens, qlens, cache_seqlens, cu_seqlens_q, cu_seqlens_k, bs, seqlen_offset, q_stride,
+            Q_MODE, WRITE_CU_ZERO, SCAN,
+        )  # fmt: skip
     elif pid <= SLOT_PROGRAMS:
         write_swa_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
     else:
@@ -159,14 +152,20 @@ def _decode_metadata_kernel(
         turn = (part + PROGRAMS_PER_ROW - 1) % PROGRAMS_PER_ROW if EARLY > 0 else part
         step: tl.constexpr = PROGRAMS_PER_ROW * BLOCK
         last = tl.maximum(filled - 1, 0)[:, None]  # what lanes past a row read, instead of a mask: see load_below
-        for start in range(EARLY + turn * BLOCK, end, step):
-            columns = start + tl.arange(0, BLOCK)[None, :]
-            slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE)
-            store_pages(pages, swa_pages, swa_mapping, slot, columns, filled[:, None], PAGE_SIZE, HAS_SWA)
-        if part == 0:
-            if EARLY > 0:  # behind the loop, whose loads would wait for these to arrive
+        first = EARLY + turn * BLOCK
+        if first < end:
+            # The first turn by itself, on a straight way: most rows need no other.
+            _fill_columns(
+                tokens, pages, swa_pages, swa_mapping, first, last, filled[:, None], PAGE_SIZE, HAS_SWA, BLOCK
+            )
+            if not ONE_TURN:
+                for start in range(first + step, end, step):
+                    _fill_columns(
+                        tokens, pages, swa_pages, swa_mapping, start, last, filled[:, None], PAGE_SIZE, HAS_SWA, BLOCK
+                    )
+        if EARLY > 0:  # noqa: SIM102 - a constant: where it is 0 there is no `early`
+            if part == 0:  # behind the loop, whose loads would wait for these to arrive
                 store_pages(pages, swa_pages, swa_mapping, early, ahead, filled[:, None], PAGE_SIZE, HAS_SWA)
-            tl.store(cache_seqlens + rows, length, mask=real)
         if TAIL == 2:
             for start in range(part * BLOCK, max_seq_pages, step):
                 columns = start + tl.arange(0, BLOCK)[None, :]
@@ -175,6 +174,16 @@ def _decode_metadata_kernel(
                 tl.store(pages + columns, zero, mask=dead)
                 if HAS_SWA:
                     tl.store(swa_pages + columns, zero, mask=dead)
+
+
+@triton.jit
+def _fill_columns(
+    tokens, pages, swa_pages, swa_mapping, start, last, filled,
+    PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = start + tl.arange(0, BLOCK)[None, :]
+    slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE)
+    store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
 
 
 @triton.jit
@@ -190,8 +199,8 @@ def store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE:
 
 
 @triton.jit
-def prefix_sums(
-    seq_lens, qlens, cu_seqlens_q, cu_seqlens_k, bs, seqlen_offset, q_stride,
+def lengths_and_sums(
+    seq_lens, qlens, cache_seqlens, cu_seqlens_q, cu_seqlens_k, bs, seqlen_offset, q_stride,
     Q_MODE: tl.constexpr, WRITE_CU_ZERO: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     total_k = tl.full((), 0, tl.int32)
@@ -200,6 +209,7 @@ def prefix_sums(
         i = start + tl.arange(0, SCAN)
         mask = i < bs
         lens = tl.where(mask, load_below(seq_lens, i, bs).to(tl.int32) + seqlen_offset, 0)
+        tl.store(cache_seqlens + i, lens, mask=mask)
         tl.store(cu_seqlens_k + 1 + i, total_k + tl.cumsum(lens, 0), mask=mask)
         total_k += tl.sum(lens, 0)
         if Q_MODE == 1:
@@ -309,7 +319,7 @@ def update_decode_metadata(
     launch(_decode_metadata_kernel, *call)
 
 
-VARYING = (0, 1, 4, 5, 15, 21)
+VARYING = (0, 1, 16, 15, 19, 21)
 """Kernel arguments that change from replay to replay: what `PreparedDecodeMetadata` is called with."""
 
 
@@ -367,20 +377,19 @@ def _launch_of(
     absent = cache_seqlens  # any valid pointer; the compiled variant never touches it
     loc = absent if out_cache_loc is None else out_cache_loc
     args = (
-        req_pool_indices, seq_lens, req_to_token,
-        absent if swa_mapping is None else swa_mapping,
-        loc,
-        absent if qlens is None else qlens,
-        cache_seqlens,
-        absent if cu_seqlens_q is None else cu_seqlens_q,
-        cu_seqlens_k, page_table,
-        absent if swa_page_table is None else swa_page_table,
-        absent if swa_out_cache_loc is None else swa_out_cache_loc,
+        req_pool_indices, seq_lens, req_to_token, page_table,
         bs, seqlen_offset, max_seq_pages,
+        req_to_token.stride(0), page_table.stride(0), 0 if swa_page_table is None else swa_page_table.stride(0),
+        absent if swa_mapping is None else swa_mapping,
+        absent if swa_page_table is None else swa_page_table,
+        cache_seqlens, cu_seqlens_k,
+        absent if cu_seqlens_q is None else cu_seqlens_q,
+        absent if qlens is None else qlens,
+        loc,
+        absent if swa_out_cache_loc is None else swa_out_cache_loc,
+        q_stride,
         0 if out_cache_loc is None else loc.shape[0],
-        n_out, q_stride,
-        req_to_token.stride(0), page_table.stride(0),
-        0 if swa_page_table is None else swa_page_table.stride(0),
+        n_out,
         loc.stride(0),
     )  # fmt: skip
     options = {
@@ -390,6 +399,7 @@ def _launch_of(
         "Q_MODE": q_mode,
         "TAIL": _TAILS[tail],
         "WRITE_CU_ZERO": write_cu_zero,
+        "ONE_TURN": config.early + config.programs_per_row * config.block >= max_seq_pages,
         "PROGRAMS_PER_ROW": config.programs_per_row,
         "ROWS": config.rows,
         "EARLY": config.early,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .block_table import reachable_columns
-from .decode_metadata import SCAN_BLOCK, SLOT_BLOCK, DecodeMetadataConfig, prefix_sums, store_pages
+from .decode_metadata import SCAN_BLOCK, SLOT_BLOCK, DecodeMetadataConfig, lengths_and_sums, store_pages
 from .device import ceil_pages, floor_div, swa_slot, write_swa_slots
 from .launch import PreparedLaunch
 
@@ -78,7 +78,10 @@ def _flash_decode_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid == 0:
-        prefix_sums(seq_lens, encoder_seq_lens, encoder_cu, cu_seqlens_k, bs, 0, 0, 1 if ENCODER else 0, True, SCAN)
+        lengths_and_sums(
+            seq_lens, encoder_seq_lens, cache_seqlens, encoder_cu, cu_seqlens_k, bs, 0, 0,
+            1 if ENCODER else 0, True, SCAN,
+        )  # fmt: skip
     elif pid <= SLOT_PROGRAMS:
         write_swa_slots(swa_mapping, out_cache_loc, swa_out_cache_loc, n_loc, n_swa_out, loc_stride, pid - 1, SLOTS)
     else:
@@ -107,7 +110,6 @@ def _flash_decode_kernel(
                 inside = at < tl.minimum(encoded, encoder_stride)
                 tl.store(encoder_row + at, tl.load(tokens + at, mask=inside, other=0), mask=inside)
         if first == 0:
-            tl.store(cache_seqlens + row, length)
             if ENCODER:
                 tl.store(encoder_lens + row, encoded)
             if CHUNK > 0:
