@@ -1,7 +1,8 @@
 """Page-table attention metadata in one launch: lengths, both prefix sums, page tables, sliding-window write slots.
 
-Programs, in order: one for the lengths and their sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for each
-group of rows, striding over column blocks. The grid depends on captured sizes only; lengths are read on the device.
+Programs, in order: one for the lengths and their sums; ceil(T / SLOT_BLOCK) for write slots; `programs_per_row` for
+each group of rows, striding over column blocks. The grid depends on captured sizes only, lengths are read on the
+device.
 """
 
 from __future__ import annotations
