@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.hybrid import Hybrid
-from golden_replays import DEVICE, Golden, cases
+from golden_replays import DEVICE, FOLDER, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
 Mode = ForwardMode
@@ -225,18 +226,65 @@ def test_what_cannot_work_is_refused():
         captured.backend.init_forward_metadata_out_graph(replace(batch, forward_mode=Mode.DECODE, batch_size=2))
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[2]], ids=str)
-@pytest.mark.parametrize("path", cases("hybrid"), ids=lambda p: p.stem)
-def test_recorded_cases_are_reproduced(path, arm):
-    golden = Golden(path)
+PREFILLS = {"kv_indptr": "triton", "page_table": "flashattention", "block_kv_indices": "trtllm_mla"}
+"""Which backend can be the prefill one of a recorded case, by a field that it has."""
+
+
+PLANNED = re.compile(r"(?:live/)?prefill\.prefill_wrappers\[(\d+)\]\.plan\.(kv_indptr|kv_indices)")
+"""What flashinfer was told, in the file's words."""
+
+
+def prefill_of(golden: Golden) -> str:
+    names = [name.removeprefix("capture/out/") for name in golden.data if name.startswith("capture/out/prefill.")]
+    if any(PLANNED.fullmatch(name) for name in names):
+        return "flashinfer"
+    given = {name.rsplit(".", 1)[-1] for name in names}
+    return next((backend for field, backend in PREFILLS.items() if field in given), NAMES["prefill"])
+
+
+def compare(golden: Golden, arm) -> None:
     c = golden.config
     speculative = c["extra"].get("server_args", {}).get("speculative_attention_mode", "prefill")
     verify = golden.mode is Mode.TARGET_VERIFY
     own_child = "decode" if golden.mode is Mode.DECODE or (verify and speculative == "decode") else "prefill"
     children = {name.split(".")[0] for name in golden.data if name.startswith("capture/out/")}
     assert children == {f"capture/out/{own_child}"}
-    options = NAMES | {"speculative_attention_mode": speculative, "core_count": c["cores"]}
-    for replay in golden.replays(Hybrid, arm, **options):
+    options = {"decode": "triton", "prefill": prefill_of(golden), "core_count": c["cores"]}
+    for replay in golden.replays(Hybrid, arm, speculative_attention_mode=speculative, **options):
         fields = [name for name in replay.expected if name in replay.golden]
-        assert f"{own_child}.kv_indptr" in fields and f"{own_child}.kv_indices" in fields
-        assert [line for name in fields for line in replay.flat_differences(name)] == []
+        planned = list(filter(None, map(PLANNED.fullmatch, replay.golden)))
+        assert planned or {name.rsplit(".", 1)[-1] for name in fields} & PREFILLS.keys()
+        for found in planned:
+            ours = f"prefill.wrappers.{found[1]}.{found[2]}"
+            n = int(replay.expected[ours].live.sum())
+            np.testing.assert_array_equal(replay.got[ours][:n], replay.golden[found[0]][:n], found[0])
+        for name in fields:
+            flat = replay.golden[name].ndim == 1
+            assert (replay.flat_differences(name) if flat else replay.differences(name)) == []
+
+
+@pytest.mark.parametrize("arm", [ARMS[0], ARMS[2]], ids=str)
+@pytest.mark.parametrize("path", cases("hybrid"), ids=lambda p: p.stem)
+def test_recorded_cases_are_reproduced(path, arm):
+    compare(Golden(path), arm)
+
+
+VERIFIES = {
+    "triton": "r13_verify_k1_mask",
+    "flashattention": "r13_p16_verify_k1",
+    "trtllm_mha": "r13_p16_verify_k1",
+    "trtllm_mla": "r13_p32_verify",
+    "flashinfer": "r13_p1_verify_k1",
+}
+
+
+@pytest.mark.parametrize("arm", [ARMS[0], ARMS[2]], ids=str)
+@pytest.mark.parametrize("backend", VERIFIES)
+def test_recorded_verifies_of_a_backend_are_those_of_the_hybrid_that_sends_them_there(backend, arm):
+    """The wrapper adds nothing, so a recorded verify of its prefill backend alone is one of the wrapper's."""
+    golden = Golden(FOLDER / backend / f"{VERIFIES[backend]}.npz")
+    for name in list(golden.data):
+        folder, _, field = name.rpartition("/")
+        if folder.endswith(("/out", "/live")):
+            golden.data[f"{folder}/prefill.{field}"] = golden.data.pop(name)
+    compare(golden, arm)
