@@ -357,7 +357,7 @@ class PreparedDecodeMetadata:
         if self._room is None or out_cache_loc is None:
             self.launch.repeat((req_pool_indices, seq_lens, absent, qlens, 0, 1))
             return
-        (n,), (stride,) = out_cache_loc.shape, out_cache_loc.stride()
+        n, (stride,) = out_cache_loc.numel(), out_cache_loc.stride()
         if n > self._room:
             raise ConfigError(
                 f"out_cache_loc has {n} slots, swa_out_cache_loc {self._room} at this batch size: pass the slots of "

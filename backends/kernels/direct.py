@@ -77,12 +77,13 @@ class Packet:
     Attributes:
         cells: one for each runtime argument, in the variant's order.
         config: where the stream is written.
+        call, handles: the driver's launch and its arguments; returns 0 when all is well.
     """
 
-    __slots__ = ("_call", "_handles", "_kept", "cells", "config")
+    __slots__ = ("_kept", "call", "cells", "config", "handles")
 
     def __init__(self, variant: Variant, grid: tuple[int, ...]) -> None:
-        self._call = _driver_launch()
+        self.call = _driver_launch()
         self.cells = [_cell(kind) for kind in variant.kinds]
         scratch = [ctypes.c_uint64(0) for _ in range(variant.scratch)]
         array = (ctypes.c_void_p * (len(self.cells) + variant.scratch))(*map(ctypes.addressof, self.cells + scratch))
@@ -91,20 +92,20 @@ class Packet:
         # would cost as much as the call.
         self._kept = scratch, array
         pointers = ctypes.addressof(self.config), variant.function, ctypes.addressof(array), None
-        self._handles = tuple(map(ctypes.c_void_p.from_param, pointers))
+        self.handles = tuple(map(ctypes.c_void_p.from_param, pointers))
 
     def launch(self, stream: int) -> None:
         """Raises RuntimeError if the driver refuses."""
         self.config.stream = stream
-        if self._call(*self._handles):
-            self._call_again()
+        if self.call(*self.handles):
+            self.call_again()
 
-    def _call_again(self) -> None:
-        """Says what is wrong, unless this thread had only not touched the device yet."""
-        code = self._call(*self._handles)
+    def call_again(self) -> None:
+        """After a call that failed: says what is wrong, unless this thread had only not touched the device yet."""
+        code = self.call(*self.handles)
         if code == NO_CONTEXT:
             bind_context(current_device())
-            code = self._call(*self._handles)
+            code = self.call(*self.handles)
         if code:
             raise RuntimeError(f"cuLaunchKernelEx failed with code {code}")
 
@@ -148,10 +149,13 @@ class DirectLauncher:
         self._lock = Lock()
 
 
-class BoundLaunch(Packet):
-    """A launch whose arguments are bound once; a repetition writes those that may change, and calls the driver.
+def bound_launch(
+    compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], varying: tuple[int, ...]
+) -> Callable[[tuple[Any, ...]], bool]:
+    """A launch whose arguments are bound once: a call writes those that changed, and calls the driver.
 
-    For one thread at a time, as are the buffers that it writes.
+    It takes the varying arguments' values, as a tuple, and returns False if they need another variant; then nothing was
+    launched. For one thread at a time, as are the buffers that it writes.
 
     Args:
         compiled: what launching (grid, args) through Triton returned.
@@ -160,68 +164,74 @@ class BoundLaunch(Packet):
     Raises:
         ValueError: the kernel cannot be launched directly, or an argument is neither a tensor nor an int.
     """
-
-    __slots__ = ("__weakref__", "_constant", "_device", "_ints", "_tensors")
-
-    def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], varying: tuple[int, ...]) -> None:
-        seen = [_seen(arg) for arg in args]
-        if any(code is None for _, code in seen):
-            raise ValueError("an argument is neither a tensor nor an int")
-        try:
-            variant = Variant(compiled, len(args))
-            super().__init__(variant, grid)
-        except (AttributeError, KeyError) as error:
-            raise ValueError(f"not a compiled kernel as this file knows it: {error}") from error
-        self._device = current_device()
-        for cell, i in zip(self.cells, variant.positions, strict=True):
-            cell.value = seen[i][0]
-        by_position = dict(zip(variant.positions, self.cells, strict=True))
-        # [place among the varying, what the cell holds, its word, cell, what the variant was compiled for]
-        varied = [[n, args[i], seen[i][0], by_position.get(i), seen[i][1]] for n, i in enumerate(varying)]
-        self._ints = [entry for entry in varied if type(entry[1]) is int]
-        self._tensors = [entry for entry in varied if type(entry[1]) is not int]
+    seen = [_seen(arg) for arg in args]
+    if any(code is None for _, code in seen):
+        raise ValueError("an argument is neither a tensor nor an int")
+    try:
+        variant = Variant(compiled, len(args))
+        packet = Packet(variant, grid)
+    except (AttributeError, KeyError) as error:
+        raise ValueError(f"not a compiled kernel as this file knows it: {error}") from error
+    cells, unread = dict(zip(variant.positions, packet.cells, strict=True)), ctypes.c_int64()
+    for i, cell in cells.items():
+        cell.value = seen[i][0]
+    scope = {
+        "bound": current_device(), "device": current_device, "stream": current_stream, "seen": _seen,
+        "config": packet.config, "call": packet.call, "handles": packet.handles, "again": packet.call_again,
         # The driver reads addresses: the tensors that never change must live as long as this does.
-        self._constant = [arg for i, arg in enumerate(args) if i not in varying]
-        _bound.add(self)
+        "constant": [arg for i, arg in enumerate(args) if i not in varying],
+    }  # fmt: skip
+    for n, i in enumerate(varying):
+        word, code = seen[i]
+        state = {"held": args[i], "word": word, "code": code, "cell": cells.get(i, unread)}
+        scope |= {f"{name}{n}": value for name, value in state.items()}
+    exec(_repeat_source([type(args[i]) is int for i in varying]), scope)
+    repeat = scope.pop("repeat")  # in there it would keep itself alive
+    _bound.add(repeat)
+    return repeat
 
-    def repeat(self, values: tuple[Any, ...]) -> bool:
-        """Launch with new values for the varying arguments. False: they need another variant, nothing was launched."""
-        device = current_device()
-        if device != self._device:
+
+def _repeat_source(ints: list[bool]) -> str:
+    """Python of what `bound_launch` returns; for each varying argument, whether it is an int or else a tensor.
+
+    Unrolled, as the methods of dataclasses are: a loop takes as long again as looking at the arguments, which is most
+    of an eager rebuild's host time beside the driver's.
+    """
+    each = [(_INT if is_int else _TENSOR).format(n=n) for n, is_int in enumerate(ints)]
+    return _REPEAT.format(
+        state="".join(f", held{n}, word{n}" for n in range(len(ints))),
+        new=", ".join(f"new{n}" for n in range(len(ints))),
+        each="".join(each),
+    )
+
+
+_REPEAT = """
+def repeat(values):
+    global bound{state}
+    if device() != bound:
+        return False
+    [{new}] = values{each}
+    config.stream = stream(bound)
+    if call(*handles):
+        again()
+    return True
+"""
+_TENSOR = """
+    address = new{n}.data_ptr()
+    if address != word{n} or new{n} is not held{n}:
+        if (new{n}.dtype, address & 15) != code{n}:
             return False
-        # Few operations on purpose: this is most of what an eager rebuild costs beside the driver's call.
-        for entry in self._tensors:
-            n, held, address, cell, wanted = entry
-            value = values[n]
-            new = value.data_ptr()
-            if new == address and value is held:
-                continue
-            if value.dtype is not wanted[0] or new & 15 != wanted[1]:
-                return False
-            if cell is not None:
-                cell.value = new
-            entry[1], entry[2] = value, new
-        for entry in self._ints:
-            n, _, held, cell, wanted = entry
-            value = values[n]
-            if value == held and type(value) is int:
-                continue
-            new, code = _seen(value)
-            if code != wanted:
-                return False
-            if cell is not None:
-                cell.value = new
-            entry[2] = value
-        self.config.stream = current_stream(device)
-        if self._call(*self._handles):
-            self._call_again()
-        return True
-
-    def forget(self) -> None:
-        self._device = None
+        held{n} = new{n}
+        cell{n}.value = word{n} = address"""
+_INT = """
+    if type(new{n}) is not int or new{n} != word{n}:
+        word, code = seen(new{n})
+        if code != code{n}:
+            return False
+        cell{n}.value = word{n} = word"""
 
 
-_bound: WeakSet[BoundLaunch] = WeakSet()
+_bound: WeakSet[Callable] = WeakSet()
 
 
 def forget_after_fork(launcher: DirectLauncher) -> None:
@@ -229,8 +239,8 @@ def forget_after_fork(launcher: DirectLauncher) -> None:
 
     def forget() -> None:
         launcher.forget()
-        for bound in list(_bound):
-            bound.forget()
+        for repeat in list(_bound):
+            repeat.__globals__["bound"] = None
 
     os.register_at_fork(after_in_child=forget)
 

@@ -86,7 +86,7 @@ class PreparedLaunch:
         self._binds = False  # once: what it cannot repeat needs another variant
         compiled = kernel[grid](*now, **options)
         with suppress(ValueError):
-            self._repeat = direct.BoundLaunch(compiled, grid, now, self._varying).repeat
+            self._repeat = direct.bound_launch(compiled, grid, now, self._varying)
 
     def through_triton(self, *values: Any) -> None:
         """The same launch by Triton's own launcher, to compare with. Observers do not see it."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attn_graph.backends.kernels import direct, launch
-from attn_graph.backends.kernels.direct import BoundLaunch, LaunchConfig, Variant
+from attn_graph.backends.kernels.direct import LaunchConfig, Variant, bound_launch
 from conftest import HAS_GPU
 
 PTX = (
@@ -59,12 +65,21 @@ def driver(monkeypatch):
 A, B, OTHER = torch.zeros(32, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), torch.ones(32, dtype=torch.int64)
 
 
-def bound() -> BoundLaunch:
-    return BoundLaunch(compiled(), (5, 2), (A, B, 9), varying=(0, 2))
+def bound():
+    return bound_launch(compiled(), (5, 2), (A, B, 9), varying=(0, 2))
+
+
+@contextmanager
+def without_garbage_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def test_the_driver_reads_the_new_values_beside_the_bound_ones(driver):
-    assert bound().repeat((OTHER, 10))
+    assert bound()((OTHER, 10))
     (seen,) = driver.seen
     assert seen.values == (OTHER.data_ptr(), B.data_ptr(), 10)
     assert (seen.grid, seen.block, seen.shared, seen.n_attributes) == ((5, 2, 1), (128, 1, 1), 64, 0)
@@ -73,27 +88,79 @@ def test_the_driver_reads_the_new_values_beside_the_bound_ones(driver):
 
 def test_each_launch_goes_to_the_stream_that_is_current_then(driver):
     again = bound()
-    again.repeat((A, 9))
+    again((A, 9))
     driver.stream = 8
-    again.repeat((A, 9))
+    again((A, 9))
     assert [seen.stream for seen in driver.seen] == [7, 8]
 
 
 def test_on_another_device_it_takes_the_long_way_and_comes_back(driver):
     again = bound()
     driver.device = 1
-    assert not again.repeat((A, 9)) and not driver.seen
+    assert not again((A, 9)) and not driver.seen
     driver.device = 0
-    assert again.repeat((A, 9))
+    assert again((A, 9))
 
 
 @pytest.mark.parametrize(
     "values",
-    [(A[1:], 9), (B, 9), (A, 1), (A, 16), (A, 2**40), (A, 9.0)],
-    ids=["alignment", "dtype", "equal to 1", "divisible by 16", "wide", "no int"],
+    [(A[1:], 9), (B, 9), (A, 1), (A, 16), (A, 2**40), (A, 9.0), (A, B)],
+    ids=["alignment", "dtype", "equal to 1", "divisible by 16", "wide", "no int", "no number"],
 )
 def test_what_another_variant_was_compiled_for_is_not_launched(driver, values):
-    assert not bound().repeat(values) and not driver.seen
+    assert not bound()(values) and not driver.seen
+
+
+def test_memory_that_another_tensor_had_before_is_not_mistaken_for_it(driver):
+    again = bound()
+    assert not again((A.view(torch.int32), 9)) and not driver.seen
+    assert again((A.view(-1), 9)), "the same words"
+
+
+def test_a_tensor_that_was_given_other_memory_since_is_read_where_it_is_now(driver):
+    moved = A.clone()
+    again = bound()
+    assert again((moved, 9))
+    moved.set_(OTHER)
+    assert again((moved, 9))
+    assert driver.seen[-1].values[0] == OTHER.data_ptr()
+
+
+def test_what_a_refused_call_had_written_is_written_over(driver):
+    again = bound()
+    assert not again((OTHER, 1)) and not driver.seen
+    assert again((A, 9))
+    assert driver.seen[-1].values == (A.data_ptr(), B.data_ptr(), 9)
+
+
+def test_a_bound_launch_keeps_what_the_driver_reads_and_nothing_else_keeps_it(driver):
+    constant = torch.zeros(32, dtype=torch.int32)
+    again, alive = bound_launch(compiled(), (5,), (A, constant, 9), varying=(0, 2)), ref(constant)
+    address = constant.data_ptr()
+    del constant
+    again((OTHER, 9))
+    assert driver.seen[-1].values[1] == address and alive() is not None
+    with without_garbage_collection():
+        del again
+        assert alive() is None
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_a_really_compiled_kernel_has_the_parameters_that_are_laid_out(driver):
+    jit = pytest.importorskip("triton.runtime.jit")
+
+    def kernel(a, n, b, far, one, N: tl.constexpr):
+        tl.store(a + tl.arange(0, N), tl.load(b + n) + far + one)
+
+    function = jit.JITFunction(kernel)
+    signature = {"a": "*i64", "n": "i32", "b": "*i32", "far": "i64", "one": "constexpr", "N": "constexpr"}
+    source = triton.compiler.ASTSource(function, signature, {(4,): 1, (5,): 32})
+    made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    variant = Variant(SimpleNamespace(metadata=made.metadata, src=made.src, asm=made.asm, function=1), 6)
+    assert variant.positions == [0, 1, 2, 3]
+    bits = [8 * ctypes.sizeof(cell) for cell in direct.Packet(variant, (1,)).cells]
+    entry = re.search(r"\.entry.*?\)", made.asm["ptx"], re.DOTALL)[0]
+    assert bits + [64] * variant.scratch == [int(n) for n in re.findall(r"\.param \.[a-z](\d+)", entry)]
 
 
 def test_a_thread_that_has_not_touched_the_device_is_given_its_context(driver, monkeypatch):
@@ -103,7 +170,7 @@ def test_a_thread_that_has_not_touched_the_device_is_given_its_context(driver, m
     monkeypatch.setattr(
         direct, "_driver_launch", lambda: lambda *handles: good(*handles) if bindings else direct.NO_CONTEXT
     )
-    assert bound().repeat((A, 9))
+    assert bound()((A, 9))
     assert bindings == [0]
     assert len(driver.seen) == 1
 
@@ -111,16 +178,16 @@ def test_a_thread_that_has_not_touched_the_device_is_given_its_context(driver, m
 def test_what_the_driver_refuses_is_said(driver, monkeypatch):
     monkeypatch.setattr(direct, "_driver_launch", lambda: lambda *handles: 700)
     with pytest.raises(RuntimeError, match="700"):
-        bound().repeat((A, 9))
+        bound()((A, 9))
 
 
 def test_a_forked_child_takes_the_long_way(driver):
     again = bound()
     child = os.fork()
     if not child:
-        os._exit(0 if not again.repeat((A, 9)) and not driver.seen else 1)
+        os._exit(0 if not again((A, 9)) and not driver.seen else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert again.repeat((A, 9))  # its parent goes on
+    assert again((A, 9))  # its parent goes on
 
 
 @pytest.mark.parametrize(
