@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
 from .base import AttentionBackend, ConfigError
@@ -13,7 +17,7 @@ from .kernels.block_table import (
     reachable_columns,
 )
 from .kernels.decode_metadata import DecodeMetadataConfig
-from .kernels.launch import PreparedLaunch
+from .kernels.launch import PreparedLaunch, foreign_launch
 from .modes import TailPolicy
 
 
@@ -56,6 +60,19 @@ class BlockTableBackend(AttentionBackend):
     def build_classic(self, pool: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, bs: int) -> None:
         """Upstream's launch: the table alone, from lengths that are already those of the kernel."""
         build_block_table(self.pools.req_to_token, pool, lens, table, bs, self.config.page_size)
+
+    def peer_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
+        """The classic chain with the engine's own kernel for the table, which is how the engine runs it."""
+        from .peers import sglang_block_table
+
+        update = sglang_block_table().update
+
+        def build(pool: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, bs: int) -> None:
+            arguments = (self.pools.req_to_token, pool[:bs], lens[:bs], table)
+            foreign_launch(partial(update, *arguments, self.config.page_size), arguments)
+
+        self.build_classic = build
+        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
 
     def prepare_fused(
         self, fb: ForwardBatch, table: torch.Tensor, lens: torch.Tensor | None, offset: int

@@ -25,7 +25,8 @@ class Peer:
 
     Attributes:
         update: rebuilds in place. For page tables it takes the keyword arguments of
-            `kernels.decode_metadata.update_decode_metadata`, tail and config apart; for index lists, `_index_lists`'s.
+            `kernels.decode_metadata.update_decode_metadata`, tail and config apart; for index lists and block tables
+            those of `_index_lists`, `_gather` and `_block_table`.
         tail: what it leaves right of a row's live prefix.
         source: file it came from, relative to the installed packages.
         release: the engine's name and version.
@@ -44,7 +45,7 @@ _PAGE_TABLE_UPDATES = (
 )
 
 
-_INDEX_LISTS = (
+_LIST_KERNELS = (
     "sglang/srt/layers/attention/triton_ops/kv_indices.py",
     "sglang/kernels/ops/attention/kv_indices.py",
 )
@@ -101,10 +102,25 @@ def index_gather_in(site: Path) -> Peer:
     Raises:
         PeerMissing: this release keeps the kernel elsewhere.
     """
-    for relative in _INDEX_LISTS:
+    return _list_kernel_in(site, _gather)
+
+
+@cache
+def sglang_block_table() -> Peer:
+    """SGLang's kernel that builds the block tables of its MLA backends, of the sglang that is installed; takes the
+    arguments of `_block_table`, the first apart.
+
+    Raises:
+        PeerMissing: sglang is not installed, or this release keeps the kernel elsewhere.
+    """
+    return _list_kernel_in(installed_site(), _block_table)
+
+
+def _list_kernel_in(site: Path, call: Callable[..., None]) -> Peer:
+    for relative in _LIST_KERNELS:
         if (site / relative).is_file():
-            return Peer(partial(_gather, _module(site / relative)), TailPolicy.LIVE_ONLY, relative, _release(site))
-    raise _elsewhere(site, list(_INDEX_LISTS))
+            return Peer(partial(call, _module(site / relative)), TailPolicy.LIVE_ONLY, relative, _release(site))
+    raise _elsewhere(site, list(_LIST_KERNELS))
 
 
 def index_lists_in(site: Path) -> Peer:
@@ -141,6 +157,25 @@ def _gather(
             options, grid = {"TOKEN_BLOCK_PARALLEL": True}, (bs, blocks)
     engine.create_flashinfer_kv_indices_triton[grid](
         req_to_token, req_pool_indices, lens, kv_indptr, start, kv_indices, req_to_token.stride(0), **options
+    )
+
+
+def _block_table(
+    engine: ModuleType,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    page_size: int,
+) -> None:
+    """One launch, a program for each block of pages that a row has room for.
+
+    Args:
+        req_to_token: [rows, width] int32. req_pool_indices, lens: [B]. table: [B, columns] int32, out.
+    """
+    blocks = engine.get_num_kv_index_blocks_flashmla(table.stride(0), page_size)
+    engine.create_flashmla_kv_indices_triton[(lens.shape[0], blocks)](
+        req_to_token, req_pool_indices, lens, None, table, req_to_token.stride(0), table.stride(0), page_size
     )
 
 

@@ -30,6 +30,19 @@ class create_flashinfer_kv_indices_triton:
             assert grid == (lens.shape[0],) and stride == table.stride(0)
             launch_kv_indices(table, pool, lens, indptr, indices, lens.shape[0], start)
         return launch
+
+def get_num_kv_index_blocks_flashmla(width, page_size):
+    return -(-width * page_size // 4096)
+
+class create_flashmla_kv_indices_triton:
+    def __class_getitem__(cls, grid):
+        from attn_graph.backends.kernels.block_table import build_block_table
+
+        def launch(source, pool, lens, start, table, source_stride, table_stride, page_size):
+            assert grid == (lens.shape[0], get_num_kv_index_blocks_flashmla(table_stride, page_size))
+            assert start is None and source_stride == source.stride(0) and table_stride == table.stride(0)
+            build_block_table(source, pool, lens, table, lens.shape[0], page_size)
+        return launch
 """
 
 
@@ -48,9 +61,11 @@ def engine(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
     peers.sglang_page_table_update.cache_clear()
     peers.sglang_index_gather.cache_clear()
+    peers.sglang_block_table.cache_clear()
     yield install
     peers.sglang_page_table_update.cache_clear()
     peers.sglang_index_gather.cache_clear()
+    peers.sglang_block_table.cache_clear()
 
 
 def backend() -> TrtllmMhaBackend:
@@ -92,14 +107,25 @@ def test_its_arm_agrees_with_the_oracle_in_every_placement(engine):
     assert [s.value for s in bench.check()] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("where", peers._INDEX_LISTS)
-def test_its_index_lists_are_arms_of_the_triton_backend(engine, where):
+@pytest.mark.parametrize("where", peers._LIST_KERNELS)
+@pytest.mark.parametrize(
+    ("name", "mode", "page_size"),
+    [
+        ("triton", "decode", 1),
+        ("trtllm_mla", "decode", 32),
+        ("trtllm_mla", "target_verify", 64),
+        ("flashmla", "decode", 64),
+        ("cutlass_mla", "decode", 128),
+    ],
+)
+def test_its_lists_and_block_tables_are_arms_of_the_backends_that_use_them(engine, where, name, mode, page_size):
     from attn_graph.profilers.graphs import GraphFactory
     from attn_graph.profilers.measure import CaseBench, MeasureSettings
     from attn_graph.profilers.sample import Case
 
     engine(where)
-    case = Case("triton", "decode", 2, 2, "40", 1, 64, False, graph_nodes=2, device="cpu")
+    drafts = 2 * (mode == "target_verify")
+    case = Case(name, mode, 2, 2, "40", page_size, 256, False, draft_tokens=drafts, graph_nodes=2, device="cpu")
     settings = MeasureSettings(("sglang-eager", "sglang-graph"), 1, 0)
     bench = CaseBench(case, settings, torch.device("cpu"), GraphFactory(torch.device("cpu")))
     assert not bench.failed
@@ -109,7 +135,7 @@ def test_its_index_lists_are_arms_of_the_triton_backend(engine, where):
 def test_index_lists_with_a_window_map_have_no_counterpart_in_every_release(engine):
     from attn_graph.backends.triton import TritonBackend
 
-    engine(peers._INDEX_LISTS[0])
+    engine(peers._LIST_KERNELS[0])
     pools = make_pools(rows=3, width=70, page_size=1, swa=True, seed=0, device=torch.device("cpu"))
     with pytest.raises(PeerMissing, match="sliding-window map"):
         TritonBackend(AttentionConfig(page_size=1, max_context=64), pools, Implementation.SGLANG)
