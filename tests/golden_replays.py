@@ -107,6 +107,18 @@ class Golden:
             extra=extra,
         )
 
+    def split_options(self) -> dict:
+        """Options of the Triton backend and of its relatives: the file's own, and server arguments by our names."""
+        extra = self.config["extra"]
+        server = extra.get("server_args", {})
+        names = {
+            "max_kv_splits": "triton_attention_num_kv_splits",
+            "split_tile_size": "triton_attention_split_tile_size",
+            "deterministic": "enable_deterministic_inference",
+        }
+        given = {ours: server[theirs] for ours, theirs in names.items() if server.get(theirs) is not None}
+        return {"core_count": self.config["cores"], "use_mla": extra.get("mla", False), **given, **extra}
+
     def live(self, i: int, step_id: int = 0) -> LiveBatch:
         """The scheduler's batch of replay i; in draft decode of a chain the write slots of one step, else of all."""
         given = self._group(f"r{i}/in/")

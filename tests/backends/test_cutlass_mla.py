@@ -83,7 +83,7 @@ def test_what_it_cannot_serve_is_refused():
         own.backend.init_forward_metadata_out_graph(verify, in_capture=True)
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 @pytest.mark.parametrize("path", cases("cutlass_mla"), ids=lambda p: p.stem)
 def test_recorded_cases_are_reproduced(path, arm):
     for replay in Golden(path).replays(CutlassMlaBackend, arm):

@@ -481,7 +481,7 @@ def cut_chunk(chunk: int, longest: int, page_size: int) -> int:
     return max(page_size, min(chunk, longest) // page_size * page_size)
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 @pytest.mark.parametrize("path", cases("flashattention"), ids=lambda p: p.stem)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -208,7 +209,9 @@ def test_the_registry_quotes_the_same_counts():
 
 
 # Names in the recorded files -> what they are of ours.
-BOUND = {"paged_kv_indptr_buffer": "kv_indptr", "paged_kv_indices_buffer": "kv_indices"}
+BOUND = {
+    f"paged_{name}_{suffix}": name for name in ("kv_indptr", "kv_indices") for suffix in ("buffer", "buf")
+}  # the decode and the prefill wrapper's names
 PLANNED = {"indptr_cpu": "kv_indptr", "kv_indptr": "kv_indptr", "kv_indptr_cpu": "kv_indptr",
            "qo_indptr": "qo_indptr", "qo_indptr_cpu": "qo_indptr"}  # fmt: skip
 
@@ -254,7 +257,10 @@ def from_the_start(own: Replayer, lengths) -> np.ndarray:
 def captured(golden: Golden, arm: Arm, cls=FlashInferBackend, **sizes) -> Replayer:
     """The file's backend, captured once: `golden.replays` uses it too."""
     c = golden.config
-    extra = {"dllm_block": c["tokens_per_req"]} if golden.mode is Mode.DLLM_EXTEND else {}
+    extra = {}
+    if golden.mode is Mode.DLLM_EXTEND:
+        captured_host = json.loads(str(golden.data["capture/host"]))
+        extra = {"dllm_block": c["tokens_per_req"], "use_ragged": captured_host.get("use_ragged", True)}
     if not c["encoder"]:
         own = golden.captured(cls, arm, **extra, **sizes)
     else:
@@ -278,7 +284,7 @@ def recorded(release: str = "") -> list:
 
 
 @pytest.mark.parametrize("path", recorded(), ids=lambda p: p.stem)
-@pytest.mark.parametrize("arm", [ATEN, FUSED, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
     own = captured(golden, arm)

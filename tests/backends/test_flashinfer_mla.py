@@ -129,7 +129,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("path", [p for p in cases("flashinfer_mla") if "_draft_" not in p.name], ids=lambda p: p.stem)
-@pytest.mark.parametrize("arm", [ATEN, FUSED, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
     own = golden.captured(FlashInferMlaBackend, arm)

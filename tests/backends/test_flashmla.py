@@ -162,7 +162,7 @@ def test_the_plan_equals_the_vendors():
     torch.testing.assert_close(schedule.cpu()[busy, :7], ours[busy, :7], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 @pytest.mark.parametrize("path", cases("flashmla"), ids=lambda p: p.stem)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)

@@ -193,7 +193,7 @@ def test_a_capture_with_another_query_width_or_too_many_rows_is_refused():
         own.backend.bind(replace(own.runner.capture_batch(BUCKET), forward_mode=Mode.TARGET_VERIFY))
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[3]], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 @pytest.mark.parametrize("path", cases("trtllm_mla"), ids=lambda p: p.stem)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
@@ -205,4 +205,5 @@ def test_recorded_cases_are_reproduced(path, arm):
             recorded = {name.removeprefix(prefix) for name in replay.golden if name.startswith(prefix)}
             assert "block_kv_indices" in recorded
             for field in replay.expected.keys() & recorded:
-                assert replay.differences(field, prefix + field) == []
+                # Upstream's table ends with the context; a verify at the limit may need a column more.
+                assert replay.differences(field, prefix + field, within_recorded="at_max" in path.stem) == []
