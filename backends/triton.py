@@ -44,6 +44,8 @@ from .schedules import multiprocessors
 Mode = ForwardMode
 
 DEFAULT_MAX_KV_SPLITS = 8
+DETERMINISTIC_TILE = 256
+"""Tokens per split where results must not depend on the batch and nobody says how many."""
 
 
 @dataclass(slots=True)
@@ -72,8 +74,9 @@ class TritonBackend(AttentionBackend):
     """Metadata of SGLang's Triton attention. Pattern B: capture and replay fill the same buffers by the same code.
 
     Options, in config.extra: max_kv_splits (8), core_count (the device's multiprocessors), static_kv_splits (every
-    token gets the most), split_tile_size (tokens per split, for results that do not depend on the batch), use_mla
-    (more splits), v_head_dim (128). A pool with a sliding-window map but no config.window gets a window of a quarter
+    token gets the most), split_tile_size (a context of that many tokens a split bounds the splits), deterministic
+    (results that do not depend on the batch: splits of split_tile_size, or of 256 tokens), use_mla (more splits),
+    v_head_dim (128). A pool with a sliding-window map but no config.window gets a window of a quarter
     of the context.
     """
 
@@ -130,9 +133,7 @@ class TritonBackend(AttentionBackend):
             # Draft tokens see each other: upstream's first buffer forgot them and was too small at the context limit.
             cells = max_bs * c.draft_tokens * (c.max_context + c.draft_tokens)
             self.custom_mask = self._zeros(cells, dtype=torch.uint8)
-            # The recorded ATen chain cannot slice by a live length, it selects by cell number.
-            selects = self.recorded and self.implementation is not Implementation.FUSED and c.topk > 1
-            self.cell_numbers = torch.arange(cells, device=self.device) if selects else None
+            self.cell_numbers: torch.Tensor | None = None
 
     def bind(self, fb: ForwardBatch) -> TritonMetadata:
         c, b, mode = self.config, fb.batch_size, fb.forward_mode
@@ -321,10 +322,6 @@ class TritonBackend(AttentionBackend):
 
     def _static_mask(self, fb: ForwardBatch, t: CsrTables) -> None:
         """Copy the live requests' cells of the runner's mask; where they end, their number and mask_indptr say."""
-        if self.cell_numbers is None:
-            raise ConfigError(
-                f"a recorded ATen rebuild takes a tree mask only with topk > 1, and topk is {self.config.topk}"
-            )
         live = self._live_tokens(fb) // t.queries
         copy_live_mask(
             t.custom_mask, fb.spec_info.custom_mask, t.mask_indptr, live, fb.batch_size, self.cell_numbers
@@ -376,9 +373,13 @@ class TritonBackend(AttentionBackend):
     def _bound_mask(self, fb: ForwardBatch) -> bool:
         """Whether the captured graph reads a mask: baked, as a null pointer or not."""
         mask = fb.spec_info.custom_mask
-        if mask is not None:
-            self._check_mask(mask)
-        return mask is not None
+        if mask is None:
+            return False
+        self._check_mask(mask)
+        if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
+            # The recorded ATen chain cannot slice by a live length, it selects by cell number.
+            self.cell_numbers = torch.arange(self.custom_mask.shape[0], device=self.device)
+        return True
 
     def _live_mask(self, fb: ForwardBatch, md: TritonMetadata) -> torch.Tensor | None:
         mask = fb.spec_info.custom_mask
@@ -472,12 +473,14 @@ def split_rule(config, device: torch.device) -> SplitRule:
     if extra.get("use_mla"):
         # One latent head leaves the device empty: allow a split per multiprocessor, or per 32 tokens.
         most = max(most, min(_power_of_2(cores), _power_of_2(-(-config.max_context // 32))))
-    tile = extra.get("split_tile_size", 0)
+    deterministic = extra.get("deterministic", False)
+    tile = extra.get("split_tile_size", DETERMINISTIC_TILE if deterministic else 0)
     if tile:
         most = -(-config.max_context // tile)
     if extra.get("static_kv_splits"):
         cores = 0
-    return SplitRule(most, cores, head_programs(config.num_heads, config.num_kv_heads), tile)
+    programs = head_programs(config.num_heads, config.num_kv_heads)
+    return SplitRule(most, cores, programs, tile if deterministic else 0)
 
 
 def _power_of_2(n: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -118,6 +118,14 @@ def replayed(replayer: Replayer, batches: Iterable[LiveBatch]) -> Iterator[list[
     """`differences` batch after batch, each on poison of its own."""
     for seed, live in enumerate(batches):
         yield replayer.differences(live, seed)
+
+
+def with_chain_masks(batches: Iterable[LiveBatch]) -> Iterator[LiveBatch]:
+    """Verify batches of chains, each with the tree mask that engines make for topk 1 too: a triangle."""
+    for live in batches:
+        n = live.out_cache_loc.shape[0] // max(live.batch_size, 1)
+        rows = [np.hstack([np.ones((n, int(length)), bool), np.tri(n, dtype=bool)]) for length in live.seq_lens]
+        yield replace(live, custom_mask=np.concatenate([r.ravel() for r in rows]) if rows else None)
 
 
 def _poison(tensor: torch.Tensor, want: Expected, seed: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.triton import TritonBackend
 from golden_replays import Golden, cases
-from rebuilds import ARMS, Replayer, replayed
+from rebuilds import ARMS, Replayer, host_pools, replayed, with_chain_masks
 
 Mode = ForwardMode
 MODES = sorted(TritonBackend.modes)
@@ -83,11 +83,44 @@ def test_tree_masks_follow_their_requests_through_padding_and_idle_steps(arm):
 
 @pytest.mark.parametrize("arm", [ATEN, FUSED_GRAPH], ids=str)
 @pytest.mark.parametrize(
-    "extra", [{"static_kv_splits": True}, {"split_tile_size": 16}, {"use_mla": True}, {"core_count": 8}], ids=str
-)
+    "extra",
+    [
+        {"static_kv_splits": True}, {"split_tile_size": 16}, {"split_tile_size": 16, "deterministic": True},
+        {"deterministic": True}, {"use_mla": True}, {"core_count": 8},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_every_split_policy_is_the_oracles(arm, extra):
     c = config(Mode.DECODE, WINDOW, **extra)
     assert found(replayer(Mode.DECODE, arm, c), Mode.DECODE) == []
+
+
+def test_a_tile_bounds_the_splits_and_only_determinism_makes_it_their_size():
+    """Four requests of 100 tokens keep four cores busy unsplit."""
+    for extra, most, splits in (
+        ({"split_tile_size": 16, "core_count": 4}, 10, 1),
+        ({"split_tile_size": 16, "core_count": 4, "deterministic": True}, 10, 7),
+        ({"deterministic": True}, 1, 1),
+    ):
+        for arm in (ATEN, FUSED):
+            own = replayer(Mode.DECODE, arm, config(Mode.DECODE, **extra))
+            assert own.differences(batch_of(Mode.DECODE, [100] * BUCKET, own.backend.pools)) == []
+            found_splits = own.backend.forward_metadata.num_kv_splits[:BUCKET].tolist()
+            assert (own.backend.splits.max_splits, found_splits) == (most, [splits] * BUCKET)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_chain_may_bring_its_mask_too(arm, window):
+    """Engines hand over a mask for topk 1 as well, all of it or, in an idle step, one of the runner's."""
+    c = config(Mode.TARGET_VERIFY, window)
+    backend = TritonBackend(c, pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
+    own = Replayer.capture(
+        backend, Mode.TARGET_VERIFY, BUCKET, arm.placement, tokens_per_req=N, mask_context=c.max_context
+    )
+    for number, live in enumerate(with_chain_masks(batch_sequence(shape_of(c, Mode.TARGET_VERIFY), backend.pools, 1))):
+        assert own.differences(live, number) == []
+        assert "custom_mask" in own.backend.expected(own.load(live), host_pools(backend.pools))
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
@@ -100,7 +133,7 @@ def test_more_programs_than_tokens_and_int32_lengths_change_nothing(arm):
 TABLE = [
     (Mode.DECODE, None, False, 1, {}, (8, 6, 0, 2)),
     (Mode.DECODE, None, False, 1, {"static_kv_splits": True}, (9, 6, 0, 1)),
-    (Mode.DECODE, None, False, 1, {"split_tile_size": 16}, (12, 6, 0, 1)),
+    (Mode.DECODE, None, False, 1, {"split_tile_size": 16, "deterministic": True}, (12, 6, 0, 1)),
     (Mode.DECODE, WINDOW, False, 1, {}, (17, 11, 0, 4)),
     (Mode.DECODE, WINDOW, True, 1, {}, (30, 17, 2, 4)),
     (Mode.TARGET_VERIFY, None, False, 1, {}, (13, 5, 0, 1)),
@@ -140,10 +173,10 @@ def fields_of(golden: Golden, replay) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [p for p in cases("triton") if "_draft_" not in p.name], ids=lambda p: p.stem)
-@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
-    for replay in golden.replays(TritonBackend, arm, core_count=golden.config["cores"], **golden.config["extra"]):
+    for replay in golden.replays(TritonBackend, arm, **golden.split_options()):
         compared = fields_of(golden, replay)
         assert {"kv_indptr", "kv_indices"} <= set(compared)
         assert [line for name in compared for line in replay.flat_differences(name)] == []
@@ -155,7 +188,7 @@ def test_recorded_cases_are_reproduced(path, arm):
 def test_recorded_counts_of_the_release_whose_chain_this_is(path):
     golden = Golden(path)
     c = golden.config
-    own = golden.captured(TritonBackend, ATEN, max_bs=c["max_bs"], core_count=c["cores"], **c["extra"])
+    own = golden.captured(TritonBackend, ATEN, max_bs=c["max_bs"], **golden.split_options())
     for i in range(c["replays"]):
         wanted = golden.host(i)["dispatches_out_graph"]
         got = own.counts(golden.live(i))

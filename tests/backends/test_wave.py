@@ -103,11 +103,11 @@ def test_counts_are_those_of_the_classic_chain_and_fused_is_one_launch(mode, top
 
 
 @pytest.mark.parametrize("path", cases("wave"), ids=lambda p: p.stem)
-@pytest.mark.parametrize("arm", [ATEN, FUSED], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
     c = golden.config
-    extra = {"core_count": c["cores"], **c["extra"]}
+    extra = golden.split_options()
     for replay in golden.replays(WaveBackend, arm, **extra):
         compared = [name for name in replay.expected if name in replay.golden]
         assert {"kv_indptr", "kv_indices"} <= set(compared)
