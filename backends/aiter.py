@@ -89,8 +89,9 @@ class AiterMetadata:
 class AiterBackend(AttentionBackend):
     """Metadata of AITER's attention. Pattern A: one body refreshes the same buffers at capture and replay.
 
-    Options, in config.extra: mla; unified (forced by a sliding-window pool); persistent (True: a schedule for MLA where
-    the kernel has one); fp8 (KV dtype); num_sms (compute units to plan for); gfx942 (True on the MI300 series).
+    Options, in config.extra: mla; unified (forced by a sliding-window pool); unified_verify (True: verify of chains
+    reads pages too); persistent (True: a schedule for MLA where the kernel has one); fp8 (KV dtype); num_sms (compute
+    units to plan for); gfx942 (True on the MI300 series); dp_attention (no more splits than a request's share of them).
     """
 
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_EXTEND_V2})
@@ -147,15 +148,14 @@ class AiterBackend(AttentionBackend):
             cells = max_bs * c.draft_tokens * (c.max_context + c.draft_tokens)
             self.mask_indptr = self._zeros(requests, dtype=torch.int64)
             self.custom_mask = self._zeros(cells, dtype=torch.uint8)
-            selects = self.recorded and self.implementation is not Implementation.FUSED and c.topk > 1
-            self.cell_numbers = torch.arange(cells, device=self.device) if selects else None
+            self.cell_numbers: torch.Tensor | None = None
         self.work = self._work_buffers(max_bs) if self.persistent else None
 
     def _work_buffers(self, max_bs: int) -> MlaWorkBuffers:
         self.cus = self.config.extra.get("num_sms") or multiprocessors(self.device)
         fold = max(self._fold(q)[0] for q in (1, max(self.config.draft_tokens, self.config.draft_steps + 1)))
         tiles = max_bs * fold
-        works = tiles * max(self._max_splits(), GFX942_SPLITS) + self.cus
+        works = tiles * max(self._max_splits(1), GFX942_SPLITS) + self.cus
         indptr, info = self._zeros(self.cus + 1), self._zeros(works, 8)
         addresses = torch.tensor([indptr.data_ptr(), info.data_ptr()], dtype=torch.uint64).to(self.device)
         return MlaWorkBuffers(
@@ -169,10 +169,11 @@ class AiterBackend(AttentionBackend):
             return queries, 1
         return heads // 16, queries
 
-    def _max_splits(self) -> int:
-        return 32 if self.config.draft_tokens else 64
+    def _max_splits(self, bs: int) -> int:
+        most = 32 if self.config.draft_tokens else 64
+        return min(-(-self.cus // bs), most) if self.config.extra.get("dp_attention") else most
 
-    def _plan_buffers(self, queries: int) -> MlaPlanBuffers | None:
+    def _plan_buffers(self, bs: int, queries: int) -> MlaPlanBuffers | None:
         if self.work is None:
             return None
         c, heads, w = self.config, max(self.config.num_heads, 16), self.work
@@ -186,7 +187,7 @@ class AiterBackend(AttentionBackend):
             fold=fold,
             queries=rows_of_tile,
             cus=self.cus,
-            max_splits=self._max_splits(),
+            max_splits=self._max_splits(bs),
             fixed_splits=GFX942_SPLITS if c.extra.get("gfx942", _is_gfx942(self.device)) else 0,
             granularity=max(c.page_size, MLA_GRANULARITY),
             filling=heads in (32, 64, 128),
@@ -224,7 +225,7 @@ class AiterBackend(AttentionBackend):
         if self._reads_pages(mode):
             self._bind_pages(md, b, decode, queries)
         elif self.mla:
-            md.work, md.plan = self.work, self._plan_buffers(queries)
+            md.work, md.plan = self.work, self._plan_buffers(b, queries)
             if decode:
                 md.qo_indptr = self.decode_qo_indptr[: b + 1]
             md.fused = self._fused_lists(md, mode, b, queries)
@@ -238,8 +239,9 @@ class AiterBackend(AttentionBackend):
         return md
 
     def _reads_pages(self, mode: ForwardMode) -> bool:
-        """Whether unified attention serves this mode: decode, and verify of a chain."""
-        return self.unified and (mode is Mode.DECODE or (mode is Mode.TARGET_VERIFY and self.config.topk <= 1))
+        """Whether unified attention serves this mode: decode, and verify of a chain unless that is switched off."""
+        chain = self.config.topk <= 1 and self.config.extra.get("unified_verify", True)
+        return self.unified and (mode is Mode.DECODE or (mode is Mode.TARGET_VERIFY and chain))
 
     def _bind_pages(self, md: AiterMetadata, b: int, decode: bool, queries: int) -> None:
         md.kv_indptr = None
@@ -279,6 +281,9 @@ class AiterBackend(AttentionBackend):
         if mask is not None:
             self._check_mask(mask)
             md.custom_mask = self.custom_mask
+            if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
+                # The recorded ATen chain cannot slice by a live length, it selects by cell number.
+                self.cell_numbers = torch.arange(self.custom_mask.shape[0], device=self.device)
         tables = CsrTables(
             md.kv_indptr, md.kv_indices, queries=queries, qo_indptr=md.qo_indptr, mask_indptr=md.mask_indptr,
             custom_mask=md.custom_mask, mapping=self.pools.full_to_swa, swa_out_cache_loc=md.swa_out_cache_loc,
@@ -434,10 +439,6 @@ class AiterBackend(AttentionBackend):
         if md.mask_indptr is not None:
             write_running_sum(md.mask_indptr, md.max_q_len * (seq_lens + md.max_q_len))
         if md.custom_mask is not None:
-            if self.cell_numbers is None:
-                raise ConfigError(
-                    f"a recorded ATen rebuild takes a tree mask with topk > 1 only, not {self.config.topk}"
-                )
             live = self._live_tokens(fb) // md.max_q_len
             copy_live_mask(md.custom_mask, fb.spec_info.custom_mask, md.mask_indptr, live, b, self.cell_numbers)
         if md.plan is not None:
@@ -530,7 +531,7 @@ class AiterDraftStep(AiterBackend):
             md.qo_indptr, md.max_q_len = self.row_numbers[: b + 1], 1
         if self.mla:
             md.kv_last_page_len = self.kv_last_page_len[:b]
-            md.work, md.plan = self.work, self._plan_buffers(1)
+            md.work, md.plan = self.work, self._plan_buffers(b, 1)
         if self.unified:
             md.kv_indptr, md.kv_indices, md.swa_page_table = None, self.page_table, self.swa_page_table
             md.fused = RaggedPages(

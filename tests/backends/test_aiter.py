@@ -24,7 +24,7 @@ from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.schedules import mla_work_even, mla_work_filling
 from golden_replays import Golden, cases
-from rebuilds import ARMS, Replayer
+from rebuilds import ARMS, Replayer, with_chain_masks
 
 Mode = ForwardMode
 MODES = sorted(AiterBackend.modes)
@@ -51,10 +51,8 @@ def tokens_of(mode) -> int:
 def replayer(mode, arm, c=None, pools=None, cls=AiterBackend, bucket=BUCKET, **slots) -> Replayer:
     c = c or config(mode)
     backend = cls(c, pools or pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
-    mask_context = c.max_context if c.topk > 1 else 0
-    return Replayer.capture(
-        backend, mode, bucket, arm.placement, tokens_per_req=tokens_of(mode), mask_context=mask_context, **slots
-    )
+    slots = {"mask_context": c.max_context if c.topk > 1 else 0} | slots
+    return Replayer.capture(backend, mode, bucket, arm.placement, tokens_per_req=tokens_of(mode), **slots)
 
 
 def found(own: Replayer, mode, seed=1) -> list[str]:
@@ -93,6 +91,18 @@ def test_tree_masks_follow_their_requests_through_padding_and_idle_steps(arm):
     assert found(replayer(Mode.TARGET_VERIFY, arm, c), Mode.TARGET_VERIFY) == []
 
 
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize(("extra", "swa"), [({}, False), (UNIFIED, False), ({}, True)], ids=["list", "unified", "swa"])
+def test_a_chain_may_bring_its_mask_too_where_pages_do_not_serve_it(arm, extra, swa):
+    c = config(Mode.TARGET_VERIFY, unified_verify=False, **extra)
+    own = replayer(Mode.TARGET_VERIFY, arm, c, pools_for(c, swa), mask_context=c.max_context)
+    shape = BatchShape(Mode.TARGET_VERIFY, BUCKET, c.page_size, c.max_context, N)
+    for number, live in enumerate(with_chain_masks(batch_sequence(shape, own.backend.pools, 1))):
+        assert own.differences(live, number) == []
+        md = own.backend.forward_metadata
+        assert md.custom_mask is not None and md.kv_indptr is not None and md.swa_page_table is None
+
+
 # Sixteen 8-bit heads, a fold of three, and the two plans that fill multiprocessors; queries of 128 heads are a ladder.
 SCHEDULES = [
     {"heads": 16, "fp8": True}, {"heads": 48}, {"heads": 32}, {"heads": 128, "fp8": True},
@@ -118,6 +128,15 @@ def test_kernels_without_a_persistent_form_get_no_schedule():
         backend = AiterBackend(config(mla=True, heads=heads, fp8=fp8), pools_for(config()))
         assert backend.persistent is persistent
     assert not AiterBackend(config(mla=True, heads=64, persistent=False), pools_for(config())).persistent
+
+
+def test_data_parallel_attention_splits_no_request_over_more_than_its_share_of_the_device():
+    for dp, bucket, most in ((False, BUCKET, 32), (True, BUCKET, 2), (True, 1, SMS)):
+        c = config(Mode.TARGET_VERIFY, mla=True, heads=32, context=500, dp_attention=dp)
+        for arm in (ATEN, FUSED_GRAPH):
+            own = replayer(Mode.TARGET_VERIFY, arm, c, bucket=bucket)
+            assert own.backend.forward_metadata.plan.max_splits == most
+            assert own.differences(batch_of(Mode.TARGET_VERIFY, [480] * bucket, own.backend.pools)) == []
 
 
 def cut(work, kv_lens, fold, ladder=False) -> bool:
@@ -214,10 +233,10 @@ def test_the_registry_quotes_the_same_counts():
 
 
 def unified_of(golden: Golden) -> dict:
-    """Options of a recorded case: which path it took shows in its notes."""
-    c = golden.config
-    extra = {k: v for k, v in c["extra"].items() if k in ("mla", "unified")}
-    return extra | ({"unified": True} if any("unified" in note for note in c["notes"]) else {})
+    """Options of a recorded case: unified attention has pages where the others have a list and its kv_indptr."""
+    c, flat = golden.config, "capture/out/kv_indptr" in golden.data
+    extra = {"mla": c["extra"].get("mla", False), "unified": not flat}
+    return extra | ({"unified_verify": False} if flat and golden.mode is Mode.TARGET_VERIFY else {})
 
 
 def recorded(release: str = "") -> list:
@@ -225,11 +244,11 @@ def recorded(release: str = "") -> list:
 
 
 @pytest.mark.parametrize("path", recorded(), ids=lambda p: p.stem)
-@pytest.mark.parametrize("arm", [ATEN, FUSED, FUSED_GRAPH], ids=str)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
     c = golden.config
-    pages_of_one = c["P"] == 1 and "unified" in unified_of(golden) and not c["swa"]
+    unwritten = c["P"] == 1 and unified_of(golden)["unified"] and golden.mode is Mode.DECODE and not c["swa"]
     for replay in golden.replays(AiterBackend, arm, **unified_of(golden)):
         compared = 0
         for name in ("kv_indptr", "kv_indices", "qo_indptr", "kv_last_page_len", "mask_indptr", "custom_mask",
@@ -237,7 +256,7 @@ def test_recorded_cases_are_reproduced(path, arm):
             if name not in replay.golden or name not in replay.expected:
                 continue
             compared += 1
-            if name == "kv_indices" and pages_of_one:
+            if name == "kv_indices" and unwritten:
                 assert (replay.golden[name] == -7).all()  # upstream never writes this table
             elif replay.golden[name].ndim == 2:
                 assert replay.differences(name, rows=c["B"]) == []
@@ -254,13 +273,14 @@ def test_recorded_counts_of_the_release_whose_chain_this_is(path):
     golden = Golden(path)
     c = golden.config
     own = golden.captured(AiterBackend, ATEN, max_bs=c["max_bs"], **unified_of(golden))
-    if c["P"] == 1 and own.backend.unified:
+    pages = own.backend.unified and golden.mode is Mode.DECODE
+    if c["P"] == 1 and pages and not c["swa"]:
         pytest.skip("upstream writes no table here, ours takes three dispatches to")
     for i in range(c["replays"]):
         live, wanted = golden.live(i), golden.host(i)["dispatches_out_graph"]
         got = own.counts(live)
         # A copy as wide as the whole table takes upstream one slice less.
-        full = own.backend.unified and -(-int(max(live.seq_lens, default=1)) // c["P"]) == -(-c["C"] // c["P"])
+        full = pages and -(-int(max(live.seq_lens, default=1)) // c["P"]) == -(-c["C"] // c["P"])
         tables = full * (1 + (own.backend.swa_page_table is not None))
         assert (got.dispatches - tables, got.views - tables, got.syncs, got.triton) == tuple(
             wanted[key] for key in ("aten", "view", "sync", "triton")
