@@ -108,7 +108,7 @@ def _arms(device: torch.device) -> tuple[dict[tuple[str, int], Call], torch.cuda
         view = runners["fused-eager"].view
         loc = view.out_cache_loc
         values = (view.req_pool_indices, view.seq_lens, loc, None)
-        varying = (view.req_pool_indices, view.seq_lens, loc, view.seq_lens, loc.shape[0], loc.stride(0))
+        varying = (view.req_pool_indices, view.seq_lens, loc, loc.shape[0], loc.stride(0))
         arms["prepared launch", 0] = lambda: fused(*values)
         arms["Triton's launcher", 0] = lambda: fused.launch.through_triton(*varying)
         kept = [one := factory()]

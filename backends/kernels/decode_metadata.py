@@ -320,8 +320,9 @@ def update_decode_metadata(
     launch(_decode_metadata_kernel, *call)
 
 
-VARYING = (0, 1, 16, 15, 19, 21)
-"""Kernel arguments that change from replay to replay: what `PreparedDecodeMetadata` is called with."""
+VARYING = (0, 1, 16, 19, 21)
+"""Kernel arguments that change from replay to replay. In mode CUMSUM qlens do, too: it comes last then."""
+QLENS = 15
 
 
 class PreparedDecodeMetadata:
@@ -337,7 +338,9 @@ class PreparedDecodeMetadata:
         slots = arguments["swa_out_cache_loc"]
         self._room = None if slots is None else slots.shape[0]
         self._absent = arguments["cache_seqlens"]
-        self.launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=VARYING)
+        self._sums_queries = arguments["q_mode"] == QueryMode.CUMSUM
+        varying = (*VARYING, QLENS) if self._sums_queries else VARYING
+        self.launch = PreparedLaunch(_decode_metadata_kernel, *_launch_of(**arguments), varying=varying)
 
     def __call__(
         self,
@@ -351,19 +354,17 @@ class PreparedDecodeMetadata:
         Raises:
             ConfigError: out_cache_loc is longer than the bound buffer.
         """
-        absent = self._absent
-        if qlens is None:
-            qlens = absent
         if self._room is None or out_cache_loc is None:
-            self.launch.repeat((req_pool_indices, seq_lens, absent, qlens, 0, 1))
-            return
-        n, (stride,) = out_cache_loc.numel(), out_cache_loc.stride()
-        if n > self._room:
-            raise ConfigError(
-                f"out_cache_loc has {n} slots, swa_out_cache_loc {self._room} at this batch size: pass the slots of "
-                "this step only"
-            )
-        self.launch.repeat((req_pool_indices, seq_lens, out_cache_loc, qlens, n, stride))
+            values = (req_pool_indices, seq_lens, self._absent, 0, 1)
+        else:
+            n, (stride,) = out_cache_loc.numel(), out_cache_loc.stride()
+            if n > self._room:
+                raise ConfigError(
+                    f"out_cache_loc has {n} slots, swa_out_cache_loc {self._room} at this batch size: pass the slots "
+                    "of this step only"
+                )
+            values = (req_pool_indices, seq_lens, out_cache_loc, n, stride)
+        self.launch.repeat((*values, qlens) if self._sums_queries else values)
 
 
 def _launch_of(
