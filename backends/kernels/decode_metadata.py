@@ -183,7 +183,8 @@ def _fill_columns(
     PAGE_SIZE: tl.constexpr, HAS_SWA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns = start + tl.arange(0, BLOCK)[None, :]
-    slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE)
+    # Read once a step: first to leave the L2 cache when the sliding window's random reads need the room.
+    slot = tl.load(tokens + tl.minimum(columns, last) * PAGE_SIZE, eviction_policy="evict_first")
     store_pages(pages, swa_pages, swa_mapping, slot, columns, filled, PAGE_SIZE, HAS_SWA)
 
 
