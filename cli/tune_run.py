@@ -143,7 +143,8 @@ def against_autotune(cases: list[Case], where: Device, seed: int, out: Path | No
                 file.write(row)
                 rows.append(row)
                 if not row.on and not as_json:
-                    typer.echo(f"{row.tuner}, process {row.process}: {row.seconds:.1f} s, {row.candidate}")
+                    others = f" (a tie: {row.tied})" if " | " in row.tied else ""
+                    typer.echo(f"{row.tuner}, process {row.process}: {row.seconds:.1f} s, {row.candidate}{others}")
     finally:  # Ctrl-C leaves what is there
         if as_json:
             typer.echo(json.dumps([asdict(row) for row in rows], indent=1))

@@ -145,16 +145,18 @@ def print_searches(found: Sequence[Searched]) -> None:
 
 def print_autotune(rows: Sequence[Row]) -> None:
     """Both tuners: seconds, agreement of their processes, and regret on held-out lengths."""
+    from ..tuning.against_autotune import agreeing
+
     table = _table(
         "triton.autotune and attn-graph tune, same candidates", "case", "tuner", "processes", "different choices",
-        "seconds", "mean regret", "most regret",
+        "agree or tie", "seconds", "mean regret", "most regret",
     )  # fmt: skip
     for case, tuner in dict.fromkeys((row.case.title, row.tuner) for row in rows):
         own = [row for row in rows if (row.case.title, row.tuner) == (case, tuner)]
         runs = {row.process: row for row in own}
         lost = [row.regret for row in own if row.regret is not None]
         table.add_row(
-            case, tuner, str(len(runs)), str(len({row.candidate for row in own})),
+            case, tuner, str(len(runs)), str(len({row.candidate for row in own})), str(agreeing(own)),
             f"{median(row.seconds for row in runs.values()):.1f}",
             *([f"{sum(lost) / len(lost):.1%}", f"{max(lost):.1%}"] if lost else ["", ""]),
         )  # fmt: skip

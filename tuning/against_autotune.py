@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,8 @@ PROCESSES = 4
 MOST_CANDIDATES = 12
 AUTOTUNE_LIMIT_S = 300.0
 OURS, TRITON = "attn-graph tune", "triton.autotune"
+Answer = tuple[Candidate, Sequence[Candidate]]
+"""A choice, and what is as good."""
 _NAMED_TARGET = "attn_graph.tuning.against_autotune:AutotuneProcess"
 
 
@@ -45,6 +48,7 @@ class Row:
         case: what was tuned.
         seconds: until the choice was there.
         candidate: the choice.
+        tied: what it says is as good, joined by |; `triton.autotune` says nothing.
         on: the mix it is timed on; blank, with what follows, in the row that is written when the choice is made.
         p50_us: its device time there, hot.
         fastest_us: of the fastest setting found there.
@@ -56,6 +60,7 @@ class Row:
     process: int
     seconds: float
     candidate: str
+    tied: str
     on: str
     p50_us: float | None
     fastest_us: float | None
@@ -96,20 +101,27 @@ def compare(case: Case, device: Device, seed: int = 0) -> Iterator[Row]:
         started = _started(str(device), folder, ended)
         for tuner, process, start_s, tuning in started:
             begun = time.monotonic()
-            candidate = tuning.tune(case, space, seed)
+            candidate, tied = tuning.tune(case, space, seed)
             seconds = round(start_s + time.monotonic() - begun, 2)
             tuning.close()  # before the next one is timed
-            choices.append((tuner, process, seconds, candidate))
-            yield Row(case, tuner, process, seconds, str(candidate), "", None, None, None)
+            told = (tuner, process, seconds, str(candidate), " | ".join(map(str, tied)))
+            choices.append((told, candidate))
+            yield Row(case, *told, "", None, None, None)
         variables = _variables(folder, OURS)
         bench = ended.enter_context(IsolatedBench(BENCH, str(device), variables=variables))
         for shape in [case, *(other for other in held_out.shapes([case]) if other.bucket == case.bucket)]:
-            times = _side_by_side(shape, space, [candidate for *_, candidate in choices], bench)
+            times = _side_by_side(shape, space, [candidate for _, candidate in choices], bench)
             fastest = min(times.values(), default=None)
-            for tuner, process, seconds, candidate in choices:
+            for told, candidate in choices:
                 us = times.get(candidate)
                 regret = None if us is None else round(us / fastest - 1, 4)
-                yield Row(case, tuner, process, seconds, str(candidate), shape.context, us, fastest, regret)
+                yield Row(case, *told, shape.context, us, fastest, regret)
+
+
+def agreeing(rows: Sequence[Row]) -> int:
+    """How many of one tuner's processes chose, or said to be as good, the setting that most of them did."""
+    answers = {row.process: {row.candidate, *filter(None, row.tied.split(" | "))} for row in rows}
+    return max(Counter(setting for answer in answers.values() for setting in answer).values(), default=0)
 
 
 def some(space: Sequence[Candidate], seed: int) -> list[Candidate]:
@@ -142,8 +154,8 @@ class _ByTriton:
     def __init__(self, device: str, variables: dict[str, str]) -> None:
         self._child = Child(_NAMED_TARGET, device, variables=variables)
 
-    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Candidate:
-        return self._child.call("tune", case, list(space), limit_s=AUTOTUNE_LIMIT_S)
+    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Answer:
+        return self._child.call("tune", case, list(space), limit_s=AUTOTUNE_LIMIT_S), ()
 
     def close(self) -> None:
         self._child.close()
@@ -156,10 +168,10 @@ class _ByUs:
         self._bench = IsolatedBench(BENCH, device, variables=variables)
         self._bench.start()
 
-    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Candidate:
+    def tune(self, case: Case, space: Sequence[Candidate], seed: int) -> Answer:
         self._bench.prepare(case)
         choice = tune(space, self._bench, search=surrogate.search, seed=seed).choice
-        return choice.winner if choice else space[0]
+        return (choice.winner, choice.tied) if choice else (space[0], ())
 
     def close(self) -> None:
         self._bench.close()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -18,7 +19,9 @@ from attn_graph.tuning.against_autotune import (
     OURS,
     PROCESSES,
     TRITON,
+    Row,
     Rows,
+    agreeing,
     compare,
     some,
 )
@@ -103,7 +106,8 @@ class Bench:
 def test_choices_of_all_processes_are_timed_on_their_mix_and_on_held_out_lengths(monkeypatch, tmp_path):
     space, closed = some(SPACE, 0), []
     assert len(space) == MOST_CANDIDATES and space[0] == SPACE[0]
-    picks = {TRITON: iter([space[0], space[5], space[5], space[9]]), OURS: iter([space[0]] * PROCESSES)}
+    picks = {TRITON: iter([(space[0], ()), (space[5], ()), (space[5], ()), (space[9], ())]),
+             OURS: iter([(space[0], (space[0], space[1]))] * PROCESSES)}  # fmt: skip
     caches = {}
 
     def tuner(name):
@@ -152,7 +156,7 @@ def test_a_choice_is_a_row_as_soon_as_it_is_made(monkeypatch):
         def __init__(self, device, variables) -> None: ...
         def tune(self, case, space, seed):
             tunes.append(self)
-            return space[0]
+            return space[0], ()
 
         def close(self) -> None: ...
 
@@ -161,3 +165,13 @@ def test_a_choice_is_a_row_as_soon_as_it_is_made(monkeypatch):
     assert next(rows).candidate == str(SPACE[0])
     assert len(tunes) == 1
     rows.close()
+
+
+def test_processes_agree_on_what_they_chose_or_said_to_be_as_good():
+    def rows(*answers: tuple[str, str]) -> list[Row]:
+        told = [Row(CASE, OURS, i, 1.0, *answer, "", None, None, None) for i, answer in enumerate(answers)]
+        return told + [replace(row, on=CASE.context) for row in told]
+
+    assert agreeing(rows(("a", "a"), ("b", "a | b"), ("a", "a | b"), ("b", "b"))) == 3
+    assert agreeing(rows(("a", ""), ("b", ""), ("c", ""), ("c", ""))) == 2
+    assert agreeing(rows(("b", "a | b"), ("a", "a"), ("b", "a | b"), ("a", "a"))) == 4
