@@ -57,7 +57,8 @@ def tune(
         typer.Option("--search", help="exhaustive, random or surrogate. Default: surrogate; exhaustive on a CPU."),
     ] = None,
     time_budget: Annotated[
-        float | None, typer.Option("--time-budget", min=1, help="Seconds for everything; what it left out is said.")
+        float | None,
+        typer.Option("--time-budget", min=1, help="Seconds for all, in equal parts; what it left out is said."),
     ] = None,
     held_out: Annotated[
         bool,
@@ -115,8 +116,7 @@ def tune(
 
     Every candidate is first checked against the oracle on poisoned outputs, then timed
     inside a graph; the fastest few are timed again side by side. The default stays unless
-    it is beaten by more than 2% and more than the noise. The choice is stored, and later
-    runs name it.
+    it is certainly beaten by more than 2%. The choice is stored, and later runs name it.
 
     Exit codes: 1 where no candidate is usable, an entry is missing (--assert-hit) or two
     files differ (--diff), 2 where there is no GPU to time on.

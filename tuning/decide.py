@@ -1,9 +1,10 @@
 """Which finalist is taken. Plain arithmetic on times, so the same times always give the same answer.
 
-A candidate ties with the fastest if its median is within MARGIN, or if the paired 95% interval of their ratio holds 1.
-A tie is broken by a fixed rule: the default if it is among them, else the first in the space's order. So the default
-is left only for something that beats it by more than MARGIN and by more than the noise. Before the order of the space
-comes for how many other lengths a candidate is no slower than the default.
+A candidate ties with the fastest unless it is slower by more than MARGIN for certain, by the paired 95% interval of
+their ratio. A tie is broken by a fixed rule: the default if it is among them, else the first in the space's order, of
+those with a median within MARGIN. So the default is left only for what certainly beats it by more than MARGIN: noise
+moves a choice to the default, which is then said to be tied with what another run may have chosen. Before the order of
+the space comes for how many other lengths a candidate is no slower than the default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..profilers.stats import SLOWER, paired_verdict
+from ..profilers.stats import SLOWER, Verdict, paired_verdict
 from .outcome import SKIPPED, Outcome
 from .space import Candidate
 
@@ -74,9 +75,21 @@ def choose(
     if default in tied:
         winner = default
     else:
-        better = [c for c in tied if default not in medians or medians[c] * (1 + MARGIN) < medians[default]]
+        near = [c for c in tied if medians[c] <= (1 + MARGIN) * medians[best]]
+        better = [c for c in near if default not in medians or not _ties(default, c, times, medians)]
         winner = max(better, key=lambda c: len(serves[c]))  # of equals the first
     return Choice(winner, tied, medians, _reason(winner, best, default, medians), rejected, serves[winner])
+
+
+def undecided(default: Candidate, choice: Choice | None, times: Times) -> Candidate | None:
+    """The fastest beside the default, where more times could show that it beats it by MARGIN, or that it does not."""
+    rivals = [c for c in choice.medians_us if c != default] if choice and default in choice.medians_us else []
+    if not rivals:
+        return None
+    rival = min(rivals, key=choice.medians_us.__getitem__)
+    verdict = _verdict(times.get(rival, ()), times.get(default, ()))
+    known = verdict.ratio_low is not None and verdict.ratio_high is not None
+    return rival if known and verdict.ratio_low <= 1 + MARGIN < verdict.ratio_high else None
 
 
 def _served(candidate: Candidate, default: Candidate, lengths: Mapping[str, Times]) -> tuple[str, ...]:
@@ -89,7 +102,7 @@ def _served(candidate: Candidate, default: Candidate, lengths: Mapping[str, Time
 
 def not_slower(default_us: Sequence[float], us: Sequence[float]) -> bool:
     """Whether a candidate was timed and takes no more than the default, within the noise and MARGIN."""
-    verdict = paired_verdict(_or_nan(default_us), _or_nan(us), tolerance=MARGIN)
+    verdict = _verdict(default_us, us)
     return verdict.ratio is not None and verdict.ratio <= 1 + MARGIN and verdict.word != SLOWER
 
 
@@ -103,7 +116,7 @@ def _disqualified(
     for cause, guard in guards.items():
         if candidate == default or candidate not in guard or default not in guard:
             continue
-        verdict = paired_verdict(_or_nan(guard[default]), _or_nan(guard[candidate]), tolerance=MARGIN)
+        verdict = _verdict(guard[default], guard[candidate])
         if verdict.word == SLOWER and verdict.ratio > 1 + MARGIN:
             reason = f"{verdict.ratio - 1:.1%} slower than the default {GUARDS[cause]}"
             return Outcome(candidate, SKIPPED, cause, reason)
@@ -111,11 +124,15 @@ def _disqualified(
 
 
 def _ties(candidate: Candidate, best: Candidate, times: Times, medians: Mapping[Candidate, float]) -> bool:
-    if medians[candidate] <= (1 + MARGIN) * medians[best]:
-        return True
-    verdict = paired_verdict(_or_nan(times[best]), _or_nan(times[candidate]), tolerance=MARGIN)
+    low = _verdict(times[best], times[candidate]).ratio_low
     # Too few pairs for an interval show nothing either way; then the medians have the word.
-    return verdict.ratio_low is not None and verdict.word != SLOWER
+    return (medians[candidate] / medians[best] if low is None else low) <= 1 + MARGIN
+
+
+def _verdict(baseline: Sequence[float], us: Sequence[float]) -> Verdict:
+    """Of the values that were taken in the same moments: one side may have been timed again."""
+    n = min(len(baseline), len(us))
+    return paired_verdict(_or_nan(baseline[:n]), _or_nan(us[:n]), tolerance=MARGIN)
 
 
 def _reason(winner: Candidate, best: Candidate, default: Candidate, medians: Mapping[Candidate, float]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .space import Candidate
-from .trials import Rounds, Seen
+from .trials import Round, Rounds, Seen
 
 
 def search(candidates: Sequence[Candidate], seed: int, near: Sequence[Seen] = ()) -> Rounds:
-    yield list(candidates)
+    yield Round(list(candidates))

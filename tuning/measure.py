@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,16 @@ DRAWS = 8
 HOT_COUNTS = (5 * DRAWS, 15 * DRAWS)
 COLD_COUNTS = (2 * DRAWS, 6 * DRAWS)
 ROUGH_REPEATS = 4
-FINAL_REPEATS = 20
-COLD_REPEATS = 12
-"""A flush before each rebuild makes these the most expensive samples; they only guard."""
-UNLIKE_COUNTS, UNLIKE_REPEATS = (2 * DRAWS, 6 * DRAWS), 12
-"""For lengths unlike the mix's; they only say what else a choice is good for."""
+FINAL_BUILDS = 6
+"""Where its outputs lie in memory moves a kernel's time by a percent or two, and repeats of one build all alike. So a
+value of the finals is of a build, and there are as many as an interval takes."""
+FINAL_COUNTS, FINAL_REPEATS = (2 * DRAWS, 6 * DRAWS), 3
+COLD_REPEATS, UNLIKE_REPEATS = 1, 1
+"""A flush before each rebuild makes cold samples expensive, and they only guard; those on lengths unlike the mix's only
+say what else a choice is good for."""
 SHORT_SHARE, LONG_SHARE = 64, 2
 """Short requests have up to the limit's 64th part, long ones at least its half."""
+Samples = dict[Candidate, tuple[float, ...]]
 MOST_POOLS = 8
 """Tables that are kept, of the last shapes: each up to some hundred megabytes."""
 CALLS_AGAIN = 9
@@ -103,22 +107,35 @@ class CaseMeasurer:
             return Outcome(candidate, SKIPPED, *why(error))
 
     def finals(self, candidates: Sequence[Candidate]) -> Finals:
-        """Times side by side, hot and cold; then every candidate's values once more, and ten times in a row.
+        """Times side by side, hot and cold, FINAL_BUILDS values each; then every candidate's values once more, and ten
+        times in a row.
 
         Raises:
             CaptureError: a graph is being captured.
         """
         _refuse_capture()
         try:
-            backends = {candidate: self._built(candidate) for candidate in candidates}
-            hot = self._samples(backends, FINAL_REPEATS)
-            cold = self._samples(backends, COLD_REPEATS, COLD_COUNTS, cold=True)
-            unlike = [self._samples(backends, UNLIKE_REPEATS, UNLIKE_COUNTS, on) for on in (self._short, self._long)]
-            rejected = {c: found for c, b in backends.items() if (found := self._wrong(c, b, CALLS_AGAIN))}
+            builds: list[dict[str, Samples]] = []
+            backends: dict[Candidate, AttentionBackend] = {}
+            for build in range(FINAL_BUILDS):
+                turned = [*candidates[build % len(candidates) :], *candidates[: build % len(candidates)]]
+                backends = {c: self._built(c) for c in turned}  # while the last ones hold their memory: not the same
+                builds.append(self._side_by_side(backends))
+            rejected = {c: found for c in candidates if (found := self._wrong(c, backends[c], CALLS_AGAIN))}
         except Exception as error:
             cause, reason = why(error)
             return Finals({}, note=f"the finalists could not be timed side by side ({cause}: {reason})")
-        return Finals(hot, cold, rejected=rejected, short_us=unlike[0], long_us=unlike[1])
+        times = {name: {c: tuple(median(one[name][c]) for one in builds) for c in candidates} for name in builds[0]}
+        return Finals(**times, rejected=rejected)
+
+    def _side_by_side(self, backends: Mapping[Candidate, AttentionBackend]) -> dict[str, Samples]:
+        """Samples of one build of each, by field of `Finals`."""
+        return {
+            "hot_us": self._samples(backends, FINAL_REPEATS, FINAL_COUNTS),
+            "cold_us": self._samples(backends, COLD_REPEATS, COLD_COUNTS, cold=True),
+            "short_us": self._samples(backends, UNLIKE_REPEATS, FINAL_COUNTS, self._short),
+            "long_us": self._samples(backends, UNLIKE_REPEATS, FINAL_COUNTS, self._long),
+        }
 
     def body(self, candidate: Candidate) -> Callable[[], None]:
         """A call that rebuilds for the next batch of the mix; neither checked nor captured."""
@@ -167,7 +184,7 @@ class CaseMeasurer:
         counts: tuple[int, int] = HOT_COUNTS,
         batches: Sequence[ForwardBatch] = (),
         cold: bool = False,
-    ) -> dict[Candidate, tuple[float, ...]]:
+    ) -> Samples:
         bodies = {str(candidate): self._body(backend, batches) for candidate, backend in backends.items()}
         found = interleaved_us(
             bodies, device=self._device, cold=cold, repeats=repeats, counts=counts, timer=self._timer
@@ -300,6 +317,8 @@ def _refuse_capture() -> None:
 
 def why(error: Exception) -> tuple[str, str]:
     """Cause and reason of an error in a candidate."""
+    while type(error).__name__ == type(error.__cause__).__name__ == "CompilationError":  # in a function that it calls
+        error = error.__cause__
     names = [kind.__name__ for kind in type(error).__mro__]
     cause = next((_CAUSES[name] for name in names if name in _CAUSES), "failed")
     lines = str(error).strip().splitlines() or [""]

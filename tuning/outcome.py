@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Protocol
 
@@ -65,7 +65,7 @@ def timed(candidate: Candidate, samples_us: Sequence[float]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finals:
-    """The finalists side by side: value i of every candidate was taken in the same moment.
+    """The finalists side by side: value i of every candidate was taken in the same moment, with buffers of its own.
 
     Attributes:
         hot_us, cold_us: by candidate, the mean over ranks; hot: buffers as the rebuild before left them in the caches.
@@ -82,6 +82,15 @@ class Finals:
     note: str = ""
     short_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
     long_us: Mapping[Candidate, tuple[float, ...]] = field(default_factory=dict)
+
+    def followed_by(self, more: Finals) -> Finals:
+        """These with further values of some of the candidates."""
+        times = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_us")}
+        longer = {
+            name: {c: (*values, *getattr(more, name).get(c, ())) for c, values in own.items()}
+            for name, own in times.items()
+        }
+        return Finals(**longer, rejected={**more.rejected, **self.rejected}, note=self.note or more.note)
 
 
 class Measurer(Protocol):

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 
 from .space import Candidate
-from .trials import Rounds, Seen
+from .trials import Round, Rounds, Seen
 
 
 def search(candidates: Sequence[Candidate], seed: int, near: Sequence[Seen] = ()) -> Rounds:
-    yield shuffled(candidates, seed)
+    yield Round(shuffled(candidates, seed))
 
 
 def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:

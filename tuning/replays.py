@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from ..profilers.sample import Case
 from .log import Replay
 from .outcome import OK
-from .space import Candidate
+from .space import Candidate, key_of
+from .store import Entry, Key, saved_entries
 from .trials import Search, Trials, in_turns, seen_from
 from .tuner import SEARCHES
 
@@ -57,23 +59,29 @@ class Run:
 
 
 def compare_searches(logged: Sequence[Replay]) -> list[Searched]:
-    """A row for each search and number of tries; none where nothing was timed."""
-    found = []
+    """A row for each search and number of tries; none where nothing was timed.
+
+    A search knows the stored choices of other shapes, as in a session, and none of the shape that it searches.
+    """
+    found, stored = [], [entry for _, entry in saved_entries()[0]]
     gpus = [[one for one in logged if one.gpu == gpu] for gpu in dict.fromkeys(one.gpu for one in logged)]
     for name, search in SEARCHES.items():
-        runs = [run for own in gpus for seed in SEEDS for run in search_all(own, search, seed)]
+        runs = [run for own in gpus for seed in SEEDS for run in search_all(own, search, seed, stored)]
         for tries in TRIES if runs else ():
             speeds = [run.speed(tries) for run in runs]
             good = sum(speed >= GOOD_ENOUGH for speed in speeds) / len(speeds)
             tried = sum(min(tries, len(run.us)) for run in runs) / len(runs)
-            found.append(Searched(name, tries, sum(speeds) / len(speeds), min(speeds), good, tried))
+            found.append(Searched(name, tries, fmean(speeds), min(speeds), good, tried))
     return found
 
 
-def search_all(logged: Sequence[Replay], search: Search, seed: int, lag: int = 1) -> Iterator[Run]:
-    """Every logged case in the order that a session takes.
+def search_all(
+    logged: Sequence[Replay], search: Search, seed: int, stored: Sequence[Entry] = (), most: int | None = None
+) -> Iterator[Run]:
+    """Every logged case in the order that a session takes, each with at most `most` tries.
 
-    A search knows what it found in the cases before, but for the last `lag` of them: it begins while they are measured.
+    A search knows what it found in the cases before but for the last, which is measured when it begins, and the choices
+    of `stored` that are of other shapes.
     """
     known: dict[Case, dict[Candidate, float]] = {}
     by_case = {one.case: one for one in logged}
@@ -81,11 +89,16 @@ def search_all(logged: Sequence[Replay], search: Search, seed: int, lag: int = 1
         times = {c: us for c in one.space if one.rough(c).status == OK and (us := one.rough(c).median_us)}
         if len(times) < 2:
             continue
-        told = dict(list(known.items())[: max(0, len(known) - lag)])
-        near = seen_from(one.case, told)
+        told, own = dict(list(known.items())[:-1]), key_of(one.case, one.gpu)
+        near = seen_from(one.case, told, one.gpu, [entry for entry in stored if _shape(entry.key) != _shape(own)])
         trials, tried = Trials(search, list(times), seed, near), []
-        while trials.next:
-            tried += trials.next
-            trials.tell([one.rough(candidate) for candidate in trials.next])
-        known[one.case] = {candidate: times[candidate] for candidate in tried}
+        while trials.next.tries and (most is None or len(tried) < most):
+            tried += trials.next.tries
+            trials.tell([one.rough(candidate) for candidate in trials.next.tries])
+        known[one.case] = {candidate: times[candidate] for candidate in tried[:most]}
         yield Run(one.case, tuple(known[one.case].values()), min(times.values()), bool(near))
+
+
+def _shape(key: Key) -> tuple:
+    """What tells a shape's times to be the same, whichever GPU, backend and mix they are of."""
+    return key.kernel, key.bucket, key.columns, key.swa

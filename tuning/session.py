@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +23,13 @@ from .outcome import NOT_TRIED, OK, Finals, Measurer, Outcome
 from .ranks import RankBenches
 from .space import Candidate, candidates, key_of
 from .static import Compiled, Compilers, Target
-from .trials import Search, Trials, in_turns, seen_from
-from .tuner import ROUGH_SHARE, Tuned, tune
+from .trials import Round, Search, Trials, in_turns, seen_from
+from .tuner import Tuned, rough_time, tune
+
+START_SHARE = 0.25
+"""Of a time budget, at most, for the first compilation: compilers import for seconds before it."""
+FINALS_S = 1.0
+"""What finals take until some have been seen."""
 
 Listen = Callable[[Case, str, Outcome], None]
 """Called with ``compiled`` or ``measured`` and what came of a candidate."""
@@ -58,8 +63,9 @@ class Report:
 class Session:
     """Tunes cases one after the other, kernel by kernel in turns. A context manager: leaving it ends the processes.
 
-    Only what the search asks for is compiled, a round at a time and in parallel; the first round of a case while the
-    case before it is measured. What was timed in one case tells the search where to begin in the next.
+    Only what the search asks for is compiled, a round at a time and in parallel, and what it is likely to ask for next;
+    the first round of a case while the case before it is measured. What was timed in one case tells the search where to
+    begin in the next, and so do stored choices.
 
     Args:
         device: where to measure. On a CPU values are checked in Triton's interpreter, nothing is timed or stored.
@@ -92,6 +98,8 @@ class Session:
         self._warp_size = target.warp_size if target else 32
         self._resumed = dict(resumed or {})
         self._known: dict[Case, dict[Candidate, float]] = {}
+        self._stored = [entry for _, entry in store.saved_entries()[0]]
+        self._finals_s = FINALS_S
         self._ranks = len(ranks) or 1
         variables = {**(variables or {}), "TRITON_INTERPRET": "0" if device.is_cuda else "1"}
         benches = [IsolatedBench(BENCH, name, variables=variables) for name in ranks or [str(device)]]
@@ -100,24 +108,28 @@ class Session:
     def tune(self, cases: Sequence[Case], budget_s: float = math.inf) -> Iterator[Report]:
         """Compile, check and time the candidates of each case, choose, and store the choice.
 
+        Every case has the same share of the time that is left when it begins; starting processes is in none's.
+
         Raises:
             StoreError: a choice cannot be saved.
         """
         ends = time.monotonic() + budget_s
         cases = in_turns(cases)
-        begun = [self._begun(case) for case in cases[:1]]
-        self._bench.start()
+        begun: list[_Begun] = []
         for i in range(len(cases)):
+            begun += [self._begun(case, turn) for turn, case in enumerate(cases) if i + len(begun) <= turn <= i + 1]
+            if i == 0:
+                self._bench.start()
+                begun[0].wait_for_compilers(START_SHARE * max(0.0, ends - time.monotonic()))
             now = time.monotonic()
-            share = max(0.0, ends - now) / (len(cases) - i)
-            begun += [self._begun(case) for case in cases[i + 1 : i + 2]]
-            yield self._tuned(begun.pop(0), now + share)
+            yield self._tuned(begun.pop(0), now + max(0.0, ends - now) / (len(cases) - i))
 
-    def _begun(self, case: Case) -> _Begun:
+    def _begun(self, case: Case, turn: int) -> _Begun:
         """A case whose search has said what it tries first, and whose compilers are at it."""
         space = candidates(case, self._warp_size)
-        trials = Trials(self._search, space, self._seed, seen_from(case, self._known))
-        begun = _Begun(case, space, trials, self._compilers, self._resumed.get(case), self._log, self._listen)
+        near = seen_from(case, self._known, self._device.name, self._stored)
+        trials = Trials(self._search, space, self._seed, near)
+        begun = _Begun(case, turn, space, trials, self._compilers, self._resumed.get(case), self._log, self._listen)
         begun.expect(trials.next)
         return begun
 
@@ -130,16 +142,20 @@ class Session:
             begun.drop()
             return Report(case, space, Tuned(()), begun.compiled, notes=(f"not measured: {error}",))
         budget_s = max(0.0, ends - time.monotonic())
-        begun.measure_with(Resumed(logged, self._bench) if logged else self._bench, ROUGH_SHARE * budget_s)
+        rough_s = rough_time(budget_s, self._finals_s)
+        begun.measure_with(Resumed(logged, self._bench) if logged else self._bench, rough_s)
         tuned = tune(
             space,
             begun,
             trials=begun.trials,
             budget_s=budget_s,
+            finals_s=self._finals_s,
+            clock=time.monotonic,
             expect=begun.expect,
             listen=lambda outcome: self._measured(case, outcome),
         )
         begun.drop()
+        self._finals_s = begun.seconds["finals"] or self._finals_s
         self._known[case] = {o.candidate: o.median_us for o in tuned.outcomes if o.status == OK and o.samples_us}
         if not (logged and logged.finals(list(tuned.finals.hot_us)).hot_us):
             self._log.finals(case, tuned.finals)
@@ -183,6 +199,7 @@ class _Begun:
     def __init__(
         self,
         case: Case,
+        turn: int,
         space: list[Candidate],
         trials: Trials,
         compilers: Compilers | None,
@@ -193,16 +210,28 @@ class _Begun:
         self.case, self.space, self.trials = case, space, trials
         self.compiled: dict[Candidate, Compiled] = {}
         self.seconds: Counter[str] = Counter()
+        self._turn = turn
         self._compilers, self._logged, self._log, self._listen = compilers, logged or (), log, listen
         self._compiling: dict[Candidate, Future[Compiled]] = {}
         self._measurer: Measurer | None = None
         self._compiled_by = math.inf
 
-    def expect(self, tries: Sequence[Candidate]) -> None:
-        """Compile these, in parallel; what is compiled or logged already is not."""
-        new = [c for c in tries if c not in self._compiling and c not in self._logged]
-        if self._compilers is not None:
-            self._compiling.update(zip(new, self._compilers.submit(self.case, new), strict=True))
+    def expect(self, round_: Round) -> None:
+        """Compile these, in parallel, before what cases after this one need; what is compiled or logged already is not.
+
+        What is only likely to be asked for comes after what is asked for.
+        """
+        if self._compilers is None:
+            return
+        for last, wanted in enumerate(round_):
+            new = [c for c in wanted if c not in self._compiling and c not in self._logged]
+            futures = self._compilers.submit(self.case, new, (self._turn, last))
+            self._compiling.update(zip(new, futures, strict=True))
+
+    def wait_for_compilers(self, limit_s: float) -> None:
+        """Until what is tried first is compiled."""
+        first = [self._compiling[c] for c in self.trials.next.tries if c in self._compiling]
+        wait(first, None if limit_s == math.inf else limit_s)
 
     def measure_with(self, measurer: Measurer, limit_s: float) -> None:
         """From now on it is measured; compilers are waited for no longer than `limit_s`."""
@@ -253,7 +282,7 @@ class _Begun:
 
 def replay(logged: Replay, search: Search, seed: int = 0) -> Report:
     """Tune a logged case again from its log; nothing is stored."""
-    tuned = tune(logged.space, logged, search=search, seed=seed)
+    tuned = tune(logged.space, logged, search=search, seed=seed, repeats=0)
     return Report(logged.case, logged.space, tuned, notes=tuned.notes)
 
 

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import PriorityQueue, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..profilers.sample import Case
@@ -108,24 +109,42 @@ class Compilers:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self._workers))
+        self._waiting: PriorityQueue[tuple] = PriorityQueue()
+        self._submitted = count()
 
-    def submit(self, case: Case, candidates: Sequence[Candidate]) -> list[Future[Compiled]]:
-        """Compile every candidate of a case, behind what was submitted before; returns at once.
+    def submit(
+        self, case: Case, candidates: Sequence[Candidate], urgency: tuple[int, ...] = ()
+    ) -> list[Future[Compiled]]:
+        """Compile every candidate of a case; returns at once.
 
         One that does not compile, crashes the compiler, takes more than COMPILE_LIMIT_S or spills more than
         SPILL_LIMIT_BYTES is out; where the toolchain tells no spills, none is out for that.
+
+        Args:
+            urgency: the lower, the sooner, whenever it was submitted; of equals the first.
         """
-        return [self._threads.submit(self._compile, case, candidate) for candidate in candidates]
+        futures = []
+        for candidate in candidates:
+            future: Future[Compiled] = Future()
+            self._waiting.put((urgency, next(self._submitted), future, case, candidate))
+            self._threads.submit(self._compile_most_urgent)
+            futures.append(future)
+        return futures
 
     def survey(self, case: Case, candidates: Sequence[Candidate]) -> Iterator[Compiled]:
         """`submit`, and yield the results in the candidates' order, as they come."""
         for future in self.submit(case, candidates):
             yield future.result()
 
-    def _compile(self, case: Case, candidate: Candidate) -> Compiled:
+    def _compile_most_urgent(self) -> None:
+        *_, future, case, candidate = self._waiting.get()
+        if not future.set_running_or_notify_cancel():
+            return
         worker = self._idle.get()
         try:
-            return worker.compile(case, candidate)
+            future.set_result(worker.compile(case, candidate))
+        except BaseException as error:
+            future.set_exception(error)
         finally:
             self._idle.put(worker)
 

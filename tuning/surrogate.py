@@ -3,7 +3,8 @@
 Times of neighbouring settings are alike, so a smooth surface through the logarithms of the measured ones (SciPy's
 radial basis functions, over the logarithms of the parameters) points to where the fastest untried one should be. Cases
 are alike too: times of other batch sizes, of the other kind of window and of kernels with the same parameters are
-further points of the same surface, each case's relative to its fastest. With these a case begins where others ended.
+further points of the same surface, each case's relative to its fastest, and so are stored choices. With these a case
+begins where others ended: with their winners themselves, of which one is often the fastest or beside it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections.abc import Mapping, Sequence
 from .outcome import Outcome
 from .random_order import shuffled
 from .space import Candidate
-from .trials import Rounds, Seen
+from .trials import Round, Rounds, Seen
 
 FIRST = 12
 """Tries at random, the default among them, where there is nothing to make a model of."""
 ROUND = 8
 """Tries between two models: what a dozen compilers have ready at once."""
-PATIENCE, PATIENCE_NEAR = 16, 8
-"""Tries in a row without anything better, after which the search ends; the second where other cases are known."""
+CARRIED = 4
+"""Winners of the nearest other cases that are tried first of all, after the default."""
+PATIENCE = 16
+"""Tries in a row without anything better, after which the search ends."""
 BETTER = 0.995
 """Less of a gain than this is noise."""
 UNUSABLE = 2.0
@@ -35,15 +38,23 @@ Times = Mapping[Candidate, float | None]
 def search(candidates: Sequence[Candidate], seed: int, near: Sequence[Seen] = ()) -> Rounds:
     untried = shuffled(candidates, seed)
     times: dict[Candidate, float | None] = {}
-    patience = PATIENCE_NEAR if near else PATIENCE
-    tries = [untried[0], *_promising(untried[1:], times, near, ROUND - 1)] if near else untried[:FIRST]
+    first = [untried[0], *_carried(untried[1:], near)] if near else untried[:FIRST]
+    others = _ranked([candidate for candidate in untried if candidate not in first], times, near)
+    n = max(ROUND, len(first)) - len(first)
+    tries, likely = first + others[:n], others[n : n + ROUND]
     since = 0
-    while tries and since < patience:
+    while tries and since < PATIENCE:
         before = _fastest(times)
-        times |= {outcome.candidate: _time(outcome) for outcome in (yield tries)}
+        times |= {outcome.candidate: _time(outcome) for outcome in (yield Round(tries, likely))}
         since = 0 if _fastest(times) < BETTER * before else since + len(tries)
-        untried = [candidate for candidate in untried if candidate not in times]
-        tries = _promising(untried, times, near, ROUND)
+        others = _ranked([candidate for candidate in untried if candidate not in times], times, near)
+        tries, likely = others[:ROUND], others[ROUND : 2 * ROUND]
+
+
+def _carried(untried: Sequence[Candidate], near: Sequence[Seen]) -> list[Candidate]:
+    """What won elsewhere, the nearest case's first."""
+    winners = dict.fromkeys(min(seen.times_us, key=seen.times_us.__getitem__) for seen in near)
+    return [candidate for candidate in winners if candidate in set(untried)][:CARRIED]
 
 
 def _time(outcome: Outcome) -> float | None:
@@ -54,8 +65,8 @@ def _fastest(times: Times) -> float:
     return min((us for us in times.values() if us), default=math.inf)
 
 
-def _promising(untried: Sequence[Candidate], times: Times, near: Sequence[Seen], n: int) -> list[Candidate]:
-    """The n whose times the model sees lowest; of an order at random where there is no model."""
+def _ranked(untried: Sequence[Candidate], times: Times, near: Sequence[Seen]) -> list[Candidate]:
+    """That whose time the model sees lowest first; as they came where there is no model."""
     import numpy as np
     from scipy.interpolate import RBFInterpolator
 
@@ -63,7 +74,7 @@ def _promising(untried: Sequence[Candidate], times: Times, near: Sequence[Seen],
     here = (0.0,) * len(near[0].offset) if near else ()
     known += [(c, here, height) for c, height in _heights(times)]
     if not known or not untried:
-        return list(untried[:n])
+        return list(untried)
     settings = np.array([[math.log2(1 + value) for _, value in c.values] for c in (*(c for c, *_ in known), *untried)])
     settings /= np.maximum(settings.std(axis=0), 1e-9)  # a switch between 0 and 64 is one step, not six
     places = np.array([*(place for _, place, _ in known), *(here for _ in untried)]).reshape(len(settings), -1)
@@ -71,7 +82,7 @@ def _promising(untried: Sequence[Candidate], times: Times, near: Sequence[Seen],
     heights = [height for *_, height in known]
     model = RBFInterpolator(axes[: len(known)], heights, kernel="linear", degree=0, smoothing=SMOOTHING)
     order = np.argsort(model(axes[len(known) :]), kind="stable")
-    return [untried[i] for i in order[:n]]
+    return [untried[i] for i in order]
 
 
 def _heights(times: Times) -> list[tuple[Candidate, float]]:

@@ -1,23 +1,25 @@
 """Searches that are asked what to try next and told what came of it, and what they know of other cases.
 
 A search is a generator of rounds: it yields candidates, and is sent their outcomes. So a round can be compiled at once,
-and the first round of a case before its turn comes.
+the first round of a case before its turn comes, and what may be asked for next while a round is measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from ..profilers.sample import Case
 from .outcome import Outcome
-from .space import Candidate, columns_of, kernel_of
+from .space import Candidate, NotTunable, kernel_of, key_of
+from .store import Entry, Key
 
-KERNEL_APART, OCTAVE_APART, WINDOW_APART = 0.5, 1.0, 1.0
-"""How far apart cases are on one axis: other kernel, twice the batch or table, with and without a window. In standard
-deviations of a parameter."""
+KERNEL_APART, OCTAVE_APART, WINDOW_APART, DEVICE_APART = 0.5, 1.0, 1.0, 1.0
+"""How far apart cases are on one axis: other kernel, twice the batch or table, with and without a window, other GPU. In
+standard deviations of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,25 @@ class Seen:
 
     Attributes:
         offset: how far it is from there, one number an axis.
-        times_us: what was timed in it.
+        times_us: what was timed in it; of a stored choice that and the default, if it was timed.
     """
 
     offset: tuple[float, ...]
     times_us: Mapping[Candidate, float]
 
+    @property
+    def distance(self) -> float:
+        return sum(map(abs, self.offset))
 
-Rounds = Generator[list[Candidate], list[Outcome], None]
+
+class Round(NamedTuple):
+    """What to try now, and what may be asked for next: worth compiling where compilers have nothing else to do."""
+
+    tries: list[Candidate]
+    likely: Sequence[Candidate] = ()
+
+
+Rounds = Generator[Round, list[Outcome], None]
 Search = Callable[[Sequence[Candidate], int, Sequence[Seen]], Rounds]
 """(candidates with the default first, seed, what is known of cases like this one) -> rounds. The default is in the
 first round, at its head."""
@@ -43,21 +56,21 @@ class Trials:
     """One case's search.
 
     Attributes:
-        next: what to try now; empty when the search has ended.
+        next: what to try now; nothing when the search has ended.
     """
 
     def __init__(
         self, search: Search, candidates: Sequence[Candidate], seed: int = 0, near: Sequence[Seen] = ()
     ) -> None:
         self._rounds = search(candidates, seed, near)
-        self.next: list[Candidate] = next(self._rounds, [])
+        self.next = next(self._rounds, Round([]))
 
     def tell(self, outcomes: Sequence[Outcome]) -> None:
-        """What came of `next`."""
+        """What came of the tries of `next`."""
         try:
             self.next = self._rounds.send(list(outcomes))
         except StopIteration:
-            self.next = []
+            self.next = Round([])
 
 
 def in_turns(cases: Sequence[Case]) -> list[Case]:
@@ -68,20 +81,52 @@ def in_turns(cases: Sequence[Case]) -> list[Case]:
     return [case for turn in zip_longest(*by_backend.values()) for case in turn if case is not None]
 
 
-def seen_from(case: Case, known: Mapping[Case, Mapping[Candidate, float]]) -> list[Seen]:
-    """Times of other cases whose kernels have the same parameters."""
-    own = _parameters(case)
-    return [Seen(_offset(case, other), times) for other, times in known.items() if times and _parameters(other) == own]
+def seen_from(
+    case: Case, known: Mapping[Case, Mapping[Candidate, float]], device: str = "", stored: Iterable[Entry] = ()
+) -> list[Seen]:
+    """What is known of kernels with the same parameters, the nearest first: times of other cases, and stored choices.
+
+    Args:
+        known: times of cases of this run.
+        device: the GPU of this run.
+        stored: choices of other runs, of any GPU.
+    """
+    own = key_of(case, device)
+    measured = [(key_of(other, device), times) for other, times in known.items()]
+    seen = [
+        Seen(_offset(own, key), times)
+        for key, times in (*measured, *((entry.key, _times(entry)) for entry in stored))
+        if times and _parameters(key) == _parameters(own)
+    ]
+    return sorted(seen, key=lambda one: one.distance)
 
 
-def _parameters(case: Case) -> str:
-    return kernel_of(case.backend).config
+def _times(entry: Entry) -> dict[Candidate, float]:
+    """Nothing for an entry without times, as one that was written by hand."""
+    default = _default(entry.key)
+    named = {default: entry.facts.get("default_p50_us"), Candidate.of(**entry.config): entry.facts.get("p50_us")}
+    return {candidate: us for candidate, us in named.items() if candidate and isinstance(us, float) and us > 0}
 
 
-def _offset(case: Case, other: Case) -> tuple[float, ...]:
+def _default(key: Key) -> Candidate | None:
+    try:
+        return Candidate.of(**kernel_of(key.backend).default_of(key.bucket, key.columns))
+    except NotTunable:  # of another version
+        return None
+
+
+def _parameters(key: Key) -> str:
+    try:
+        return kernel_of(key.backend).config
+    except NotTunable:
+        return ""
+
+
+def _offset(own: Key, other: Key) -> tuple[float, ...]:
     return (
-        KERNEL_APART * (kernel_of(case.backend) != kernel_of(other.backend)),
-        OCTAVE_APART * math.log2(other.bucket / case.bucket),
-        OCTAVE_APART * math.log2(columns_of(other) / columns_of(case)),
-        WINDOW_APART * (int(other.swa) - int(case.swa)),
+        KERNEL_APART * (own.kernel != other.kernel),
+        OCTAVE_APART * math.log2(other.bucket / own.bucket),
+        OCTAVE_APART * math.log2(other.columns / own.columns),
+        WINDOW_APART * (int(other.swa) - int(own.swa)),
+        DEVICE_APART * (own.device != other.device),
     )

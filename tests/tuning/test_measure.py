@@ -11,7 +11,7 @@ from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.profilers.device_time import Laps
 from attn_graph.profilers.sample import Case
 from attn_graph.tuning.decide import GUARDS
-from attn_graph.tuning.measure import COLD_REPEATS, DRAWS, CaseMeasurer
+from attn_graph.tuning.measure import DRAWS, FINAL_BUILDS, CaseMeasurer
 from attn_graph.tuning.space import Candidate, candidates
 from attn_graph.tuning.tuner import tune
 
@@ -173,7 +173,7 @@ def test_the_fastest_right_setting_is_chosen_and_one_that_spoils_later_calls_is_
     assert {o.candidate: o.cause for o in tuned.outcomes}[block(512)] == "wrong_values"
     tuned = tune([block(1024), block(256, 2)], measurer)
     assert tuned.choice.winner == block(256, 2)
-    assert tuned.finals.cold_us[block(1024)] == pytest.approx([10.24] * COLD_REPEATS)
+    assert tuned.finals.cold_us[block(1024)] == pytest.approx([10.24] * FINAL_BUILDS)
 
 
 def test_every_batch_of_the_mix_is_timed():

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from attn_graph.profilers.sample import Case
-from attn_graph.tuning import surrogate
+from attn_graph.tuning import store, surrogate
 from attn_graph.tuning.log import Log, read_log
 from attn_graph.tuning.outcome import NOT_TRIED, SKIPPED, Finals, Outcome, timed
 from attn_graph.tuning.regret import left_out
 from attn_graph.tuning.replays import GOOD_ENOUGH, SEEDS, TRIES, compare_searches, search_all
 from attn_graph.tuning.session import Report
-from attn_graph.tuning.space import candidates, key_of
+from attn_graph.tuning.space import Candidate, candidates, key_of
 from attn_graph.tuning.tuner import SEARCHES, tune
 
 CASE = Case("trtllm_mha", "decode", 64, 64, "loguniform:1:131072", 64, 131072, swa=False)
@@ -81,7 +81,7 @@ def test_searches_are_compared_on_a_log_without_a_device(tmp_path):
         tune(SPACE, Valley(noise=0.005), listen=lambda outcome: log.outcome(CASE, outcome))
     found = {(one.search, one.tries): one for one in compare_searches(list(read_log(path)))}
     assert set(found) == {(name, tries) for name in SEARCHES for tries in TRIES}
-    assert all(0 < one.least_speed <= one.mean_speed <= 1 for one in found.values())
+    assert all(0 < one.least_speed <= one.mean_speed + 1e-12 <= 1 + 1e-9 for one in found.values())
     most = TRIES[-1]
     assert found["surrogate", most].mean_speed > found["random", most].mean_speed
     assert found["surrogate", most].good_enough == 1.0
@@ -100,6 +100,11 @@ def of_an_h200():
     return partly, [whole.get(one.case, one) for one in partly], [one for one in whole.values()]
 
 
+@pytest.fixture(scope="module")
+def shipped():
+    return list(store._read(store.SHIPPED / "h200.json").entries())
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_on_an_h200_what_was_seen_in_other_cases_finds_the_fastest_in_sixteen_tries(of_an_h200, seed):
     for logged in of_an_h200:
@@ -108,7 +113,24 @@ def test_on_an_h200_what_was_seen_in_other_cases_finds_the_fastest_in_sixteen_tr
         informed = [run for run in runs if run.informed]
         assert informed
         assert min(run.speed(16) for run in informed) >= GOOD_ENOUGH
-        assert sum(len(run.us) for run in informed) / len(informed) <= 19
+        assert sum(len(run.us) for run in informed) / len(informed) <= 27
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_shape_needs_more_than_sixteen_tries_where_choices_of_other_shapes_are_stored(of_an_h200, shipped, seed):
+    """As many as 2 seconds have room for. The shape's own choice is not shown to the search."""
+    for logged in of_an_h200:
+        runs = list(search_all(logged, surrogate.search, seed, shipped, 16))
+        assert all(run.informed and len(run.us) == 16 for run in runs)
+        assert min(run.speed(16) for run in runs) >= GOOD_ENOUGH
+
+
+def test_the_own_choice_of_a_shape_is_not_shown_to_a_search_that_is_judged_on_it(of_an_h200, shipped):
+    (one,) = (one for one in of_an_h200[2] if (one.case.backend, one.case.swa) == ("triton", True))
+    own = [e for e in shipped if (e.key.kernel, e.key.bucket, e.key.swa) == ("csr_metadata", 64, True)]
+    assert len(own) == 1 and Candidate.of(**own[0].config) in one.space
+    (run,) = search_all([one], surrogate.search, 0, own)
+    assert not run.informed
 
 
 def test_without_what_other_cases_showed_sixteen_tries_are_too_few(of_an_h200):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,7 +14,7 @@ from attn_graph.cli import tune, tune_store
 from attn_graph.cli.errors import ExitCode
 from attn_graph.profilers.devices import Device
 from attn_graph.profilers.sample import Case
-from attn_graph.tuning import held_out, session, store
+from attn_graph.tuning import held_out, session, store, surrogate
 from attn_graph.tuning.exhaustive import search
 from attn_graph.tuning.log import Log, read_log
 from attn_graph.tuning.outcome import SKIPPED, Finals, Outcome, timed
@@ -66,7 +67,7 @@ class MadeUpCompilers:
     def __init__(self, target, jobs, variables) -> None:
         pass
 
-    def submit(self, case, space):
+    def submit(self, case, space, urgency):
         return [self.compiled(candidate) for candidate in space]
 
     def compiled(self, candidate) -> Future:
@@ -155,6 +156,62 @@ def test_without_time_nothing_waits_for_compilers_and_the_default_is_measured(tm
     assert MadeUpBench.tried == SPACE[:1]
     assert set(report.seconds) >= {"preparing", "trying"}
     assert len(report.tuned.left_out) == len(SPACE) - 1
+
+
+class Clock:
+    """Seconds that pass only where a made-up bench says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class SlowBench(MadeUpBench):
+    """Takes as long as an H200: seconds to start, and more to prepare a case of more requests."""
+
+    clock: Clock
+
+    def start(self) -> None:
+        self.clock.now += 6.0
+
+    def prepare(self, case) -> None:
+        self.clock.now += 0.05 + case.bs / 400
+        MadeUpBench.tried = []
+
+    def rough(self, candidate):
+        self.clock.now += 0.035
+        return super().rough(candidate)
+
+    def finals(self, chosen):
+        self.clock.now += 0.25 * len(chosen)
+        return super().finals(chosen)
+
+
+def test_every_case_has_its_share_of_a_budget_the_first_and_the_last_too(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(SlowBench, "clock", clock, raising=False)
+    monkeypatch.setattr(session, "time", clock)
+    monkeypatch.setattr(session, "IsolatedBench", SlowBench)
+    cases = [replace(CASE, bs=bs, bucket=bs, backend=b) for b in ("trtllm_mha", "trtllm_mla") for bs in (1, 8, 64, 256)]
+    began = clock.now
+    with Log(None) as log, session.Session(GPU, log, search=search) as s:
+        tried = [(clock.now, len(MadeUpBench.tried)) for _ in s.tune(cases, budget_s=6.0 + 2.0 * len(cases))]
+    assert clock.now - began <= 1.02 * (6.0 + 2.0 * len(cases))
+    assert min(n for _, n in tried) >= 16
+    times = [began + 6.0, *(at for at, _ in tried)]
+    assert max(after - before for before, after in itertools.pairwise(times)) < 1.5 * 2.0
+
+
+def test_a_case_begins_with_the_default_and_the_stored_choices_of_its_neighbours(tmp_path):
+    near, far = (replace(CASE, bs=bs, bucket=bs) for bs in (16, 128))
+    settings = {near: SPACE[40], far: SPACE[20]}
+    store.save(store.Entry(key_of(case, GPU.name), c.as_dict(), {"p50_us": 1.0}) for case, c in settings.items())
+    store.save([store.Entry(key_of(replace(CASE, bs=4, bucket=4), GPU.name), SPACE[7].as_dict())])  # never timed
+    with Log(None) as log, session.Session(GPU, log, search=surrogate.search) as s:
+        list(s.tune([CASE]))
+    assert MadeUpBench.tried[:3] == [SPACE[0], SPACE[40], SPACE[20]]
 
 
 def test_a_case_that_cannot_be_prepared_is_a_report_and_the_others_go_on(tmp_path, monkeypatch):

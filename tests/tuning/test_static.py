@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 from attn_graph.profilers.sample import Case
+from attn_graph.tuning import static
+from attn_graph.tuning.outcome import Outcome
 from attn_graph.tuning.space import Candidate, candidates
-from attn_graph.tuning.static import SPILL_LIMIT_BYTES, Compilers, Target, TargetError, parse_target
+from attn_graph.tuning.static import SPILL_LIMIT_BYTES, Compiled, Compilers, Target, TargetError, parse_target
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
@@ -46,6 +49,39 @@ def test_other_targets_tell_registers_and_spills_too(target):
     assert found.resources.registers > 8
     assert found.resources.spill_bytes == 0
     assert found.resources.code_bytes > 1000
+
+
+def test_what_is_urgent_is_compiled_before_what_was_submitted_earlier(monkeypatch):
+    """One compiler, busy with the first candidate while the others are submitted and one of them is dropped."""
+    done, busy, free = [], threading.Event(), threading.Event()
+
+    class MadeUp:
+        def __init__(self, target, variables) -> None: ...
+        def kill(self) -> None: ...
+        def close(self) -> None: ...
+
+        def compile(self, case, candidate):
+            busy.set()
+            assert free.wait(10)
+            done.append(candidate)
+            if candidate == HUGE:
+                raise RuntimeError("no compiler")
+            return Compiled(Outcome(candidate))
+
+    monkeypatch.setattr(static, "_Worker", MadeUp)
+    first, likely, next_case, dropped, now = candidates(CASE)[:5]
+    with Compilers(parse_target("sm_90")) as compilers:
+        futures = compilers.submit(CASE, [first], (0, 0))
+        assert busy.wait(10)
+        futures += compilers.submit(CASE, [next_case, HUGE], (1, 0))
+        futures += compilers.submit(CASE, [likely, dropped], (0, 1))
+        futures[-1].cancel()
+        futures += compilers.submit(CASE, [now], (0, 0))
+        free.set()
+        assert futures[1].result(10).outcome.candidate == next_case
+        with pytest.raises(RuntimeError, match="no compiler"):
+            futures[2].result(10)
+    assert done == [first, now, likely, next_case, HUGE]
 
 
 @pytest.mark.parametrize(
