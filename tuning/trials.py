@@ -74,9 +74,13 @@ class Trials:
 
 
 def in_turns(cases: Sequence[Case]) -> list[Case]:
-    """A case of each backend after the other: when its turn comes, the backend's case before it has long ended."""
+    """A case of each backend after the other: when its turn comes, the backend's case before it has long ended.
+
+    Large shapes come first: what preparing and timing them takes beyond an equal share of a time budget, the others
+    make up for together.
+    """
     by_backend: dict[str, list[Case]] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: (case.bucket * case.max_context, case.swa), reverse=True):
         by_backend.setdefault(case.backend, []).append(case)
     return [case for turn in zip_longest(*by_backend.values()) for case in turn if case is not None]
 
