@@ -54,7 +54,6 @@ GFX942_SPLITS = 16
 class MlaWorkBuffers:
     """The persistent MLA kernel's schedule; whole buffers. W = works, R = tiles, C = multiprocessors."""
 
-    work_metadata: torch.Tensor  # [2] uint64, device; addresses of the next two
     work_indptr: torch.Tensor  # [C + 1] int32, device
     work_info_set: torch.Tensor  # [W, 8] int32, device
     reduce_indptr: torch.Tensor  # [R + 1] int32, device
@@ -83,7 +82,6 @@ class AiterMetadata:
     max_extend_len: int | None
     kernel_config: CsrConfig | DecodeMetadataConfig
     fused: Callable[..., None]
-    plan: MlaPlanBuffers | None = None
 
 
 class AiterBackend(AttentionBackend):
@@ -113,6 +111,7 @@ class AiterBackend(AttentionBackend):
         # These kernels have no persistent form for 16-bit KV.
         there = extra.get("fp8", False) or heads not in (16, 128)
         self.persistent = self.mla and there and extra.get("persistent", True)
+        self.plans: dict[tuple[ForwardMode, int], MlaPlanBuffers | None] = {}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c = self.config
@@ -157,10 +156,9 @@ class AiterBackend(AttentionBackend):
         tiles = max_bs * fold
         works = tiles * max(self._max_splits(1), GFX942_SPLITS) + self.cus
         indptr, info = self._zeros(self.cus + 1), self._zeros(works, 8)
-        addresses = torch.tensor([indptr.data_ptr(), info.data_ptr()], dtype=torch.uint64).to(self.device)
-        return MlaWorkBuffers(
-            addresses, indptr, info, self._zeros(tiles + 1), self._zeros(tiles, 2), self._zeros(works)
-        )
+        # What the kernel takes for the schedule: where its first two vectors lie. No rebuild touches it.
+        self.work_metadata = torch.tensor([indptr.data_ptr(), info.data_ptr()], dtype=torch.uint64).to(self.device)
+        return MlaWorkBuffers(indptr, info, self._zeros(tiles + 1), self._zeros(tiles, 2), self._zeros(works))
 
     def _fold(self, queries: int) -> tuple[int, int]:
         """(tiles of a request, query rows of a tile): the kernel takes 16 heads, or one query of 128."""
@@ -225,7 +223,7 @@ class AiterBackend(AttentionBackend):
         if self._reads_pages(mode):
             self._bind_pages(md, b, decode, queries)
         elif self.mla:
-            md.work, md.plan = self.work, self._plan_buffers(b, queries)
+            md.work, self.plans[mode, b] = self.work, self._plan_buffers(b, queries)
             if decode:
                 md.qo_indptr = self.decode_qo_indptr[: b + 1]
             md.fused = self._fused_lists(md, mode, b, queries)
@@ -295,9 +293,10 @@ class AiterBackend(AttentionBackend):
         own = mode is Mode.DRAFT_EXTEND
         common = dict(offset=self._offset(mode), queries=queries, mapping=self.pools.full_to_swa)
         common["swa_out_cache_loc"] = md.swa_out_cache_loc
-        if md.plan is not None:
+        plan = self.plans.get((mode, b))
+        if plan is not None:
             return MlaLists(
-                md.kernel_config, self.pools.req_to_token, md.kv_indptr, md.kv_indices, md.qo_indptr, md.plan, b,
+                md.kernel_config, self.pools.req_to_token, md.kv_indptr, md.kv_indices, md.qo_indptr, plan, b,
                 own_queries=own, **common,
             )  # fmt: skip
         starts = QueryStarts.CUMSUM if own else QueryStarts.STRIDED
@@ -334,10 +333,15 @@ class AiterBackend(AttentionBackend):
         else:
             md.max_kv_len = longest
             self._aten_draft_extend(fb, md, b)
-        if md.plan is not None:
-            launch_mla_plan(md.kv_indptr, md.plan, b)
+        self._launch_plan(fb, md.kv_indptr)
         if self.swa_out_buffer is not None:
             write_swa_slots(self.swa_out_buffer, fb.out_cache_loc, self.pools.full_to_swa)
+
+    def _launch_plan(self, fb: ForwardBatch, kv_indptr: torch.Tensor) -> None:
+        """The schedule of persistent MLA, where there is one."""
+        plan = self.plans.get((fb.forward_mode, fb.batch_size))
+        if plan is not None:
+            launch_mla_plan(kv_indptr, plan, fb.batch_size)
 
     def _aten_decode(self, fb: ForwardBatch, md: AiterMetadata, b: int, longest: int) -> None:
         if self.unified:
@@ -441,8 +445,7 @@ class AiterBackend(AttentionBackend):
         if md.custom_mask is not None:
             live = self._live_tokens(fb) // md.max_q_len
             copy_live_mask(md.custom_mask, fb.spec_info.custom_mask, md.mask_indptr, live, b, self.cell_numbers)
-        if md.plan is not None:
-            launch_mla_plan(md.kv_indptr, md.plan, b)
+        self._launch_plan(fb, md.kv_indptr)
         if md.swa_out_cache_loc is not None:
             write_swa_slots(md.swa_out_cache_loc, fb.out_cache_loc, self.pools.full_to_swa)
 
@@ -467,7 +470,7 @@ class AiterBackend(AttentionBackend):
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         mode = Mode(batch.mode)
-        md = self.metadata[mode, len(batch.seq_lens)]
+        md, plan = (of.get((mode, len(batch.seq_lens))) for of in (self.metadata, self.plans))
         return aiter.expected(
             batch,
             pools,
@@ -477,7 +480,7 @@ class AiterBackend(AttentionBackend):
             page_size=self.config.page_size,
             tail=self.tail if mode is Mode.DECODE else TailPolicy.LIVE_ONLY,
             preset_queries=self.unified and mode is Mode.DECODE,
-            work=None if md.plan is None else _plan_options(md.plan),
+            work=None if plan is None else _plan_options(plan),
         )
 
     def _live_mask(self, fb: ForwardBatch, md: AiterMetadata) -> torch.Tensor | None:
@@ -531,7 +534,7 @@ class AiterDraftStep(AiterBackend):
             md.qo_indptr, md.max_q_len = self.row_numbers[: b + 1], 1
         if self.mla:
             md.kv_last_page_len = self.kv_last_page_len[:b]
-            md.work, md.plan = self.work, self._plan_buffers(b, 1)
+            md.work, self.plans[fb.forward_mode, b] = self.work, self._plan_buffers(b, 1)
         if self.unified:
             md.kv_indptr, md.kv_indices, md.swa_page_table = None, self.page_table, self.swa_page_table
             md.fused = RaggedPages(
@@ -547,8 +550,7 @@ class AiterDraftStep(AiterBackend):
                 md.kernel_config, b, self.config.page_size, kv_indptr, kv_indices, self.page_table,
                 self.pools.full_to_swa, self.swa_page_table,
             )  # fmt: skip
-        if md.plan is not None:
-            launch_mla_plan(kv_indptr, md.plan, b)
+        self._launch_plan(fb, kv_indptr)
         if md.swa_out_cache_loc is not None:
             write_swa_slots(md.swa_out_cache_loc, fb.out_cache_loc, self.pools.full_to_swa)
 
@@ -559,8 +561,8 @@ class AiterDraftStep(AiterBackend):
             if md.swa_out_cache_loc is not None:
                 check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
             md.fused(None if md.swa_out_cache_loc is None else fb.out_cache_loc)
-        elif md.plan is not None:
-            launch_mla_plan(md.kv_indptr, md.plan, fb.batch_size)
+        else:
+            self._launch_plan(fb, md.kv_indptr)
 
 
 class _Pages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -82,10 +83,14 @@ def _schedule(lengths: list[int], shapes, *, filling: bool, fixed_splits: int, *
         "reduce_final_map": plan.reduce_final or np.zeros((0, 2)),
         "reduce_partial_map": plan.reduce_partial,
     }
-    return {
+    fields = {
         f"work.{name}": _front(np.array(values, dtype=np.int32), shapes[f"work.{name}"][0])
         for name, values in found.items()
     }
+    # Behind the tiles the total is repeated, for as many as the largest batch has.
+    ends = fields["work.reduce_indptr"]
+    fields["work.reduce_indptr"] = replace(ends, live=np.arange(reduce_size) < len(plan.reduce_indptr))
+    return fields
 
 
 def _front(values: np.ndarray, shape: tuple[int, ...]) -> Expected:
