@@ -23,6 +23,13 @@ from attn_graph.backends.kernels.mla_work_plan import MlaPlanBuffers, launch_mla
 from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.schedules import mla_work_even, mla_work_filling
+from attn_graph.profilers.conformance.faults.aiter import (
+    AcceptedStride,
+    FillOfOne,
+    UnmappedPages,
+    UnwrittenTable,
+    VerifyOfThePrefix,
+)
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, with_chain_masks
 
@@ -120,7 +127,7 @@ def test_persistent_mla_gets_its_schedule_from_the_same_launch(mode, arm, option
     live = [batch_of(mode, lengths, own.backend.pools) for lengths in ([480, 9, 300, 17], [5, 4, 4, 6], [400, 33])]
     assert [line for i, batch in enumerate(live) for line in own.differences(batch, i)] == []
     work = own.backend.forward_metadata.work
-    assert work.work_metadata.tolist() == [work.work_indptr.data_ptr(), work.work_info_set.data_ptr()]
+    assert own.backend.work_metadata.tolist() == [work.work_indptr.data_ptr(), work.work_info_set.data_ptr()]
 
 
 def test_kernels_without_a_persistent_form_get_no_schedule():
@@ -135,7 +142,7 @@ def test_data_parallel_attention_splits_no_request_over_more_than_its_share_of_t
         c = config(Mode.TARGET_VERIFY, mla=True, heads=32, context=500, dp_attention=dp)
         for arm in (ATEN, FUSED_GRAPH):
             own = replayer(Mode.TARGET_VERIFY, arm, c, bucket=bucket)
-            assert own.backend.forward_metadata.plan.max_splits == most
+            assert own.backend.plans[Mode.TARGET_VERIFY, bucket].max_splits == most
             assert own.differences(batch_of(Mode.TARGET_VERIFY, [480] * bucket, own.backend.pools)) == []
 
 
@@ -342,49 +349,6 @@ def test_trees_draft_from_lists_alone():
     assert md.kv_indptr is indptr and md.kv_indices is slots and md.qo_indptr is None
     with pytest.raises(ConfigError, match="topk is at most 1; got 2"):
         step_over(config(Mode.DRAFT_DECODE, topk=2, **MLA), pools_for(c), 2, indptr, slots)
-
-
-class UnwrittenTable(AiterBackend):
-    """Upstream, still: unified decode with pages of one token gathers and never stores."""
-
-    def _aten_pages(self, fb, b, longest):
-        self.pools.req_to_token[fb.req_pool_indices[:b], :longest]
-
-
-class UnmappedPages(AiterBackend):
-    """A03: page ids looked up in the token map, and never divided."""
-
-    def _aten_pages(self, fb, b, longest):
-        super()._aten_pages(fb, b, longest)
-        self.swa_page_table[:b] = self.pools.full_to_swa[self.page_table[:b].clamp(min=0)].to(torch.int32)
-
-
-class AcceptedStride(AiterBackend):
-    """A06: draft extend v2 laid out by accepted tokens."""
-
-    def _aten_draft_extend(self, fb, md, b):
-        super()._aten_draft_extend(fb, md, b)
-        self.qo_indptr[1 : b + 1] = torch.cumsum(fb.spec_info.num_accept_tokens[:b], 0)
-
-
-class VerifyOfThePrefix(AiterBackend):
-    """MLA verify over len instead of len + N."""
-
-    def _offset(self, mode):
-        return 0
-
-    def _aten_verify(self, fb, md, b, longest):
-        super()._aten_verify(fb, md, b, longest)
-        self._aten_list(fb.req_pool_indices, fb.seq_lens, b)
-
-
-class FillOfOne(AiterBackend):
-    """Padding of length 1 where the engine pads with N."""
-
-    def rebuild_aten(self, fb, md):
-        lens = fb.seq_lens.clone()
-        lens[fb.batch_size - fb.num_padding :] = 1
-        super().rebuild_aten(replace(fb, seq_lens=lens), md)
 
 
 @pytest.mark.parametrize(

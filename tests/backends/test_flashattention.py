@@ -21,6 +21,18 @@ from attn_graph.backends.flashattention import FlashAttentionBackend
 from attn_graph.backends.modes import ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.oracle import flashattention as oracle
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.flashattention import (
+    AcceptedQueries,
+    ChunkOfTheBatch,
+    ConsecutivePages,
+    MaskLimitOfCapture,
+    OneColumnView,
+    PrefixOnly,
+    StepsOutermost,
+    TokenMapOnPages,
+    UnsharedPrefix,
+    cut_chunk,
+)
 from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed
 
@@ -333,79 +345,6 @@ def test_a_long_batch_after_a_short_one_finds_tables_and_bounds_of_full_size():
 # Faults of upstream, and near ones; each is what the comparison must notice.
 
 
-class ChunkOfTheBatch(FlashAttentionBackend):
-    """The older engines cut the chunk to the batch's longest length: a short request loses its first tokens."""
-
-    def _classic_local(self, md, b):
-        whole = self.chunk
-        self.chunk = cut_chunk(whole, int(md.cache_seqlens_int32.max()), self.config.page_size)
-        super()._classic_local(md, b)
-        self.chunk = whole
-
-
-class TokenMapOnPages(FlashAttentionBackend):
-    """Page ids looked up in the map of tokens; single-token pages hide it."""
-
-    def _classic_local(self, md, b):
-        super()._classic_local(md, b)
-        wrong = self.pools.full_to_swa[md.page_table.long().clamp(min=0)].to(torch.int32)
-        md.local_attn_metadata.local_block_table.copy_(wrong[:, :3])
-
-
-class OneColumnView(FlashAttentionBackend):
-    """A local table bound at the width that capture's lengths of 1 need; replay writes past it."""
-
-    def _bind_decode(self, fb, md):
-        super()._bind_decode(fb, md)
-        md.local_attn_metadata.local_block_table = md.local_attn_metadata.local_block_table[:, :1]
-
-
-class ConsecutivePages(FlashAttentionBackend):
-    """Branch pages assumed to follow the first one."""
-
-    def _static_draft_cascade(self, fb, md, seq_lens):
-        super()._static_draft_cascade(fb, md, seq_lens)
-        ids = self._slots_of_steps(fb) // self.config.page_size
-        md.expand.page_table[:, 1:].copy_(ids[:, :1] + 1)
-
-
-class StepsOutermost(FlashAttentionBackend):
-    """The flat slot list reshaped on the wrong axis."""
-
-    def _slots_of_steps(self, fb):
-        return super()._slots_of_steps(fb).flatten().view(self.config.draft_steps, -1).T
-
-
-class MaskLimitOfCapture(FlashAttentionBackend):
-    """The number of live queries read from the captured batch: padding then reads cells of nobody."""
-
-    def _static_verify_cascade(self, fb, md, seq_lens, pool, prefix):
-        every = fb.num_token_non_padded + (1 << 30)
-        super()._static_verify_cascade(replace(fb, num_token_non_padded=every), md, seq_lens, pool, prefix)
-
-
-class AcceptedQueries(FlashAttentionBackend):
-    """Capture lays queries out with a fixed stride, replay with a running sum of what was accepted."""
-
-    def _new_tokens(self, fb):
-        return None if fb.spec_info is None else fb.spec_info.num_accept_tokens
-
-
-class PrefixOnly(FlashAttentionBackend):
-    """Verify lengths without the draft tokens."""
-
-    def _length_offset(self, mode):
-        return 0
-
-
-class UnsharedPrefix(FlashAttentionBackend):
-    """The partial page left with the prefix, although every branch has its own copy."""
-
-    def _static_draft_cascade(self, fb, md, seq_lens):
-        super()._static_draft_cascade(fb, md, seq_lens)
-        md.cache_seqlens_int32.copy_(seq_lens)
-
-
 @pytest.mark.parametrize(
     ("fault", "kind_name", "arm", "fields"),
     [
@@ -475,10 +414,6 @@ def test_batches_that_cannot_work_are_refused():
 
 
 # Recorded cases.
-
-
-def cut_chunk(chunk: int, longest: int, page_size: int) -> int:
-    return max(page_size, min(chunk, longest) // page_size * page_size)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)

@@ -22,6 +22,13 @@ from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.oracle import HostBatch, flashinfer
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.schedules import MIN_KV_TILE, divide_kv, query_tile_rows
+from attn_graph.profilers.conformance.faults.flashinfer import (
+    CellsPackedThrough,
+    EagerBuffer,
+    SharedMask,
+    StaleWindowStart,
+    StepsForDraftTokens,
+)
 from attn_graph.profilers.counters import count
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer
@@ -315,50 +322,6 @@ def test_recorded_counts_of_the_release_whose_chain_this_is(path):
         )
 
 
-class StaleWindowStart(FlashInferBackend):
-    """Upstream's verify: window lengths, but the list begins at the request's first token."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        w, pool = md.wrappers[0], self.pools.req_to_token
-        for r in range(fb.batch_size):
-            begin, end = w.kv_indptr[r : r + 2].tolist()
-            w.kv_indices[begin:end] = pool[fb.req_pool_indices[r], : end - begin]
-
-
-class SharedMask(FlashInferBackend):
-    """Upstream's one mask buffer: the second wrapper's plan overwrites the first one's."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        n = int(md.wrappers[1].mask_indptr[-1])
-        md.wrappers[0].custom_mask[:n] = md.wrappers[1].custom_mask[:n]
-
-
-class CellsPackedThrough(FlashInferBackend):
-    """A request's mask begins on a byte of its own; packed as one run of bits, all but the first are shifted."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        w = md.wrappers[0]
-        bits = [
-            np.unpackbits(w.custom_mask[a:b].cpu().numpy(), bitorder="little")[: n * N]
-            for a, b, n in zip(w.mask_indptr, w.mask_indptr[1:], np.diff(w.plan.kv_indptr), strict=False)
-        ]
-        packed = torch.from_numpy(np.packbits(np.concatenate(bits), bitorder="little")).to(DEVICE)
-        w.custom_mask[: len(packed)] = packed
-
-
-class EagerBuffer(FlashInferBackend):
-    """A26: the list is rebuilt in a buffer of the eager path, the captured one keeps the first batch's."""
-
-    def rebuild_aten(self, fb, md):
-        captured = self.kv_indptr
-        self.kv_indptr = [x.clone() for x in captured]
-        super().rebuild_aten(fb, md)
-        self.kv_indptr = captured
-
-
 class UnpaddedMirror(FlashInferBackend):
     """A plan from the live requests' lengths: padding rows keep the lengths of the batch before."""
 
@@ -366,14 +329,6 @@ class UnpaddedMirror(FlashInferBackend):
         mirror = fb.seq_lens_cpu.clone()
         mirror[fb.batch_size - fb.num_padding :] = 0
         super().plan(replace(fb, seq_lens_cpu=mirror), md)
-
-
-class StepsForDraftTokens(FlashInferBackend):
-    """A07: query starts of draft extend v2 num_steps + 1 apart, where the runner lays out draft tokens."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        md.qo_indptr.copy_(self.row_numbers[: fb.batch_size + 1] * STEPS)
 
 
 @pytest.mark.parametrize(

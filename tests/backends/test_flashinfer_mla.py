@@ -24,6 +24,9 @@ from attn_graph.backends.kernels.draft_kv_indices import build_draft_kv_indices
 from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.oracle import flashinfer
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.flashinfer_mla import (
+    EagerList,
+)
 from attn_graph.profilers.counters import count
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer
@@ -274,16 +277,6 @@ class VerifyWithoutDrafts(FlashInferMlaBackend):
 
     def _lens_on_host(self, fb):
         return super()._lens_on_host(fb) - self._offset(fb.forward_mode)
-
-
-class EagerList(FlashInferMlaBackend):
-    """A01: replay fills a list of its own, the captured one keeps the first batch's."""
-
-    def rebuild_aten(self, fb, md):
-        captured = self.kv_indices
-        self.kv_indices = captured.clone()
-        super().rebuild_aten(fb, md)
-        self.kv_indices = captured
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,14 @@ from attn_graph.backends.batch import (
 from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.triton import TritonBackend
+from attn_graph.profilers.conformance.faults.triton import (
+    FrozenLists,
+    MaskOfTheWindow,
+    StepsForDraftTokens,
+    UnpaddedSplits,
+    WholePrefix,
+    WindowPlusOne,
+)
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed, with_chain_masks
 
@@ -195,59 +203,6 @@ def test_recorded_counts_of_the_release_whose_chain_this_is(path):
         assert (got.dispatches, got.views, got.syncs, got.triton) == tuple(
             wanted[key] for key in ("aten", "view", "sync", "triton")
         )
-
-
-class StepsForDraftTokens(TritonBackend):
-    """A07: query offsets of draft extend v2 laid out num_steps + 1 apart, where the runner lays out draft tokens."""
-
-    def _aten_queries(self, b, n):
-        super()._aten_queries(b, self.config.draft_steps)
-
-
-class WholePrefix(TritonBackend):
-    """R12: the full length as draft extend's prefix, whose own tokens are then read twice."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(replace(fb, spec_info=replace(fb.spec_info, extend_seq_lens=None)), md)
-
-
-class MaskOfTheWindow(TritonBackend):
-    """Mask offsets from window lengths: the mask has a column for every token all the same."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, md)
-        if md.mask_indptr is not None:
-            kept = torch.clamp(fb.seq_lens[: fb.batch_size], max=self.config.window)
-            md.mask_indptr[1:] = torch.cumsum(N * (kept + N), 0)
-
-
-class WindowPlusOne(TritonBackend):
-    """FlashInfer's window, one token longer."""
-
-    def _aten_window(self, pool, lens, b, starts=False):
-        self.window += 1
-        try:
-            return super()._aten_window(pool, lens, b, starts)
-        finally:
-            self.window -= 1
-
-
-class FrozenLists(TritonBackend):
-    """A01, A26: replay rebuilds buffers of its own; the captured ones keep the first batch."""
-
-    def rebuild_aten(self, fb, md):
-        captured = self.kv_indptr, self.kv_indices
-        self.kv_indptr, self.kv_indices = (x.clone() for x in captured)
-        super().rebuild_aten(fb, md)
-        self.kv_indptr, self.kv_indices = captured
-
-
-class UnpaddedSplits(TritonBackend):
-    """Split counts of the live rows alone: padding of length 1 belongs to the batch and makes its rows uneven."""
-
-    def _aten_splits(self, splits, lens):
-        live = int((lens > 1).sum()) or 1
-        super()._aten_splits(splits[:live], lens[:live])
 
 
 @pytest.mark.parametrize(

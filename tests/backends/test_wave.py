@@ -21,6 +21,10 @@ from attn_graph.backends.modes import ForwardMode
 from attn_graph.backends.oracle import HostBatch
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wave import WaveBackend, WaveGivenLists
+from attn_graph.profilers.conformance.faults.wave import (
+    FullWidthSplits,
+    PrefixPlusDrafts,
+)
 from attn_graph.profilers.counters import count
 from attn_graph.profilers.graphs import GraphFactory
 from golden_replays import Golden, cases
@@ -138,20 +142,6 @@ def test_a_mask_of_full_contexts_fits_ours_and_not_upstreams_buffer():
     assert replayer(Mode.TARGET_VERIFY, FUSED, c, pools).differences(live) == []
     with pytest.raises(ConfigError, match=r"custom_mask has 976 cells, its buffer holds 480"):
         replayer(Mode.TARGET_VERIFY, FUSED, c, pools, cls=UpstreamMaskBuffer)
-
-
-class PrefixPlusDrafts(WaveBackend):
-    """KV lengths with the draft tokens added: their keys come separately."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(replace(fb, seq_lens=fb.seq_lens + N), md)
-
-
-class FullWidthSplits(WaveBackend):
-    """Capture of early releases: no heuristic, every token keeps the most splits."""
-
-    def _aten_splits(self, splits, lens):
-        splits.fill_(self.splits.max_splits)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ....backends.base import AttentionBackend
 from ....backends.modes import Arm, ForwardMode
 from ..matrix import Sizes
-from ..subject import Subject
 from . import Fault
 
 CLASSIC, FUSED = Arm.parse("aten-eager"), Arm.parse("fused-eager")
@@ -19,8 +19,12 @@ def variant(
     sizes: Sizes,
     mode: ForwardMode = ForwardMode.DECODE,
     arm: Arm = CLASSIC,
+    extra: dict[str, Any] | None = None,
 ) -> Fault:
-    """The fault that is `broken` instead of the backend it derives from; ``WrongThing`` is called ``wrong-thing``."""
+    """The fault that is `broken` instead of the backend it derives from; ``WrongThing`` is called ``wrong-thing``.
+
+    extra: options of the backend under which it shows.
+    """
     return Fault(
         name=re.sub(r"(?<!^)(?=[A-Z])", "-", broken.__name__).lower(),
         title=" ".join(broken.__doc__.split()).rstrip("."),
@@ -29,9 +33,5 @@ def variant(
         sizes=sizes,
         arms=(arm,),
         broken=lambda subject: subject.but(backend_class=broken),
-        on=_as_it_is,
+        on=lambda subject: subject.but(extra=extra) if extra else subject,
     )
-
-
-def _as_it_is(subject: Subject) -> Subject:
-    return subject

@@ -1,0 +1,35 @@
+"""Faults that engines have shipped, backend by backend: `verify` notices each, and nothing without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_graph.backends.registry import registered
+from attn_graph.profilers.conformance.faults import known_faults
+from attn_graph.profilers.conformance.matrix import HAVE_METADATA
+from attn_graph.profilers.conformance.run import caught
+from conftest import HAS_GPU
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+ELSEWHERE = {"trtllm_mha"}
+"""Whose faults are the broken twins of the checks, see test_conformance.py."""
+
+NAMES = [name for name, info in registered().items() if info.kind in HAVE_METADATA and name not in ELSEWHERE]
+FAULTS = [(name, fault) for name in NAMES for fault in known_faults(name)]
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=lambda x: getattr(x, "name", x))
+def test_a_known_fault_of_a_backend_is_noticed_and_only_with_the_fault(name, fault):
+    found = caught(fault, name, DEVICE)
+    assert found.status == "pass", found.detail
+
+
+LISTS_AND_TABLES = (
+    "trtllm_mla flashattention flashinfer flashinfer_mla triton flashmla cutlass_mla aiter wave"
+).split()
+
+
+@pytest.mark.parametrize("name", LISTS_AND_TABLES)
+def test_backends_of_index_lists_and_page_tables_have_faults_of_their_own(name):
+    names = [fault.name for fault in known_faults(name)]
+    assert len(names) == len(set(names)) >= 2
