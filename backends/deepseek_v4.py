@@ -221,7 +221,7 @@ class DeepseekV4Backend(AttentionBackend):
 
     Options in `AttentionConfig.extra`: index_topk (512 or 1024), num_sms (of the indexer's schedule), two_stage (see
     above; recorded classic chain only), host_expansion (False: the eager chain expands lengths on the device in verify
-    and draft extend, as later releases do, instead of in a loop over requests).
+    and draft extend, as later releases do, instead of in a loop over requests; without host lengths it always does).
     """
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, *EXTEND})
@@ -395,21 +395,27 @@ class DeepseekV4Backend(AttentionBackend):
     def _raw_of(self, fb: ForwardBatch, rows: int) -> RawMetadata:
         """This batch's vectors, checked and padded; an idle rank gets one token of the padding row per request."""
         b = fb.batch_size
-        seq_lens, pool, mirror = fb.seq_lens[:b], fb.req_pool_indices[:b], fb.seq_lens_cpu[:b]
-        slots = fb.out_cache_loc
+        seq_lens, pool, slots = fb.seq_lens[:b], fb.req_pool_indices[:b], fb.out_cache_loc
+        mirror = None if fb.seq_lens_cpu is None else fb.seq_lens_cpu[:b]
         if fb.actual_forward_mode is Mode.IDLE:
-            seq_lens, mirror, pool = torch.ones_like(seq_lens), torch.ones_like(mirror), torch.zeros_like(pool)
+            seq_lens, pool = torch.ones_like(seq_lens), torch.zeros_like(pool)
+            mirror = None if mirror is None else torch.ones_like(mirror)
             slots = torch.zeros(b, dtype=torch.int64, device=self.device)
-        longest, width = int(mirror.max().item()), self.pools.req_to_token.shape[1]
-        if longest > width:
-            raise ConfigError(f"seq_lens of {longest} tokens exceed req_to_token, which is {width} tokens wide")
+        if mirror is not None:
+            self._check_longest(int(mirror.max().item()))
         return RawMetadata(pool, seq_lens, F.pad(slots, (0, rows - self._checked_slots(slots, rows))))
+
+    def _check_longest(self, tokens: int) -> None:
+        width = self.pools.req_to_token.shape[1]
+        if tokens > width:
+            raise ConfigError(f"seq_lens of {tokens} tokens exceed req_to_token, which is {width} tokens wide")
 
     # The classic chain, op for op: a full struct of fresh tensors, copied field by field into the captured one.
 
     def rebuild_aten(self, fb: ForwardBatch, md: DeepseekV4Metadata) -> None:
         raw = self._raw_of(fb, md.seq_lens_casual.shape[0])
-        md.copy_(self.upgrade(fb, raw, md, on_host=self.config.extra.get("host_expansion", True)))
+        on_host = self.config.extra.get("host_expansion", True) and fb.seq_lens_cpu is not None
+        md.copy_(self.upgrade(fb, raw, md, on_host=on_host))
 
     def upgrade(
         self, fb: ForwardBatch, raw: RawMetadata, md: DeepseekV4Metadata, on_host: bool = False

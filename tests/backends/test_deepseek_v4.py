@@ -19,9 +19,10 @@ from attn_graph.backends.batch import (
 from attn_graph.backends.deepseek_v4 import DeepseekV4Backend, DeepseekV4Metadata, FlashMLASchedule, copy_fields
 from attn_graph.backends.modes import ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
+from attn_graph.backends.runners.inputs import upload
 from attn_graph.profilers.counters import count
 from golden_replays import Golden, cases
-from rebuilds import ARMS, Replayer, replayed
+from rebuilds import ARMS, Replayer, host_pools, replayed
 
 Mode = ForwardMode
 MODES = [Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2]
@@ -85,6 +86,23 @@ def test_expanding_on_the_device_gives_the_same_as_the_loop_over_requests():
         own = replayer(mode, ARMS[0], host_expansion=False)
         batches = list(batch_sequence(shape_of(own.backend.config, mode), own.backend.pools, 3))[3:6]
         assert [d for d in replayed(own, batches) if d] == []
+
+
+def test_without_host_lengths_the_classic_chain_checks_nothing_and_expands_on_the_device():
+    """An engine may keep no mirror: later releases do not ask for one."""
+    for mode in (Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2):
+        own = replayer(mode, ARMS[0])
+        for lengths in ((300, 512, 130), (), (5, 600 - N, 128, 4)):
+            live = a_batch(mode, own.backend.pools, lengths, range(1, 1 + len(lengths))) if lengths else idle_batch()
+            if not lengths and mode is Mode.DRAFT_EXTEND_V2:
+                continue
+            batch, step = own.load(live), upload(live, DEVICE)
+            own.runner.load_batch(replace(step, seq_lens_cpu=None))
+            own.runner.replay()
+            found = tensors_of(own.backend.forward_metadata)
+            for name, want in own.backend.expected(batch, host_pools(own.backend.pools)).items():
+                np.testing.assert_array_equal(found[name].cpu().numpy()[want.live], want.values[want.live], name)
+        assert count(own.runner.rebuild).syncs == 0
 
 
 def test_a_draft_extend_padding_row_is_shorter_than_its_window():
