@@ -27,9 +27,11 @@ from .kernels.launch import PreparedLaunch
 from .kernels.split_kv_schedule import split_kv_schedule
 from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, flashmla
-from .schedules import multiprocessors, split_kv_parts
+from .schedules import SplitLayout, multiprocessors, split_kv_parts
 
 Mode = ForwardMode
+
+MOST_FP8_REQUESTS = 4096
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class FlashMlaMetadata:
     """
 
     block_kv_indices: torch.Tensor  # [B, W] int32, device
-    flashmla_metadata: torch.Tensor  # [P, 8] int32, device; the last column is unused
+    flashmla_metadata: torch.Tensor  # [P, 8] int32, device; see schedules.SplitLayout
     num_splits: torch.Tensor  # [B + 1] int32, device
     seq_lens_k: torch.Tensor | None  # [B] int32, device, draft extend
     live_columns: int
@@ -52,7 +54,8 @@ class FlashMlaBackend(BlockTableBackend):
     """Metadata of FlashMLA. Pattern A: capture and replay run the same body over the same views.
 
     Every mode's schedule starts at row 0 of one buffer, so it must be rebuilt before each replay. Options in
-    `config.extra`: ``num_sms``, multiprocessors to plan for, the device's own if absent.
+    `config.extra`: ``num_sms``, multiprocessors to plan for, the device's own if absent; ``fp8``, dense 8-bit KV, whose
+    planner counts tokens; ``older_plan``, the columns of earlier releases.
     """
 
     modes = frozenset({Mode.DECODE, Mode.DRAFT_DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2})
@@ -67,6 +70,13 @@ class FlashMlaBackend(BlockTableBackend):
         # Upstream leaves no room for the draft tokens: a verify near the limit then writes into the next row.
         self.allocate_table(max_bs, (c.max_context + c.headroom + PAGE) // PAGE, fill=1)
         self.num_sms = c.extra.get("num_sms") or multiprocessors(self.device)
+        self.layout = SplitLayout.OLDER if c.extra.get("older_plan") else SplitLayout.CURRENT
+        if c.extra.get("fp8"):
+            self.layout = SplitLayout.TOKENS
+            if max_bs >= MOST_FP8_REQUESTS:
+                raise ConfigError(
+                    f"the planner of 8-bit KV takes fewer than {MOST_FP8_REQUESTS} requests, got {max_bs}"
+                )
         self.schedule, self.num_splits = self.zeros(self.num_sms, 8), self.zeros(max_bs + 1)
         self.planned_schedule, self.planned_splits = self.zeros(self.num_sms, 8), self.zeros(max_bs + 1)
         self.plans: dict[tuple[ForwardMode, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -90,7 +100,7 @@ class FlashMlaBackend(BlockTableBackend):
             live_columns=self.table.shape[1],
             fused=prepare_flashmla_metadata(
                 self.pools.req_to_token, fb.req_pool_indices, fb.seq_lens, table, schedule, splits, lens, b,
-                self._offset(mode), self.kernel_config(b),
+                self._offset(mode), self.kernel_config(b), self.layout,
             ),
         )  # fmt: skip
 
@@ -118,7 +128,7 @@ class FlashMlaBackend(BlockTableBackend):
             md.seq_lens_k = self.lens[:b]
         self.build_classic(fb.req_pool_indices[:b], lens, self.table, b)
         schedule, splits = self.plans[fb.forward_mode, b]
-        split_kv_schedule(lens.to(torch.int32), schedule, splits)
+        split_kv_schedule(lens.to(torch.int32), schedule, splits, layout=self.layout)
         md.num_splits = self.num_splits[: b + 1]
         self.schedule[:parts].copy_(schedule)
         self.num_splits[: b + 1].copy_(splits)
@@ -130,7 +140,7 @@ class FlashMlaBackend(BlockTableBackend):
         if md.seq_lens_k is not None:
             md.seq_lens_k.copy_(lens)
         self.build_classic(fb.req_pool_indices[:b], lens, md.block_kv_indices, b)
-        split_kv_schedule(lens, md.flashmla_metadata, md.num_splits)
+        split_kv_schedule(lens, md.flashmla_metadata, md.num_splits, layout=self.layout)
 
     def rebuild_fused(self, fb: ForwardBatch, md: FlashMlaMetadata) -> None:
         md.fused(fb.req_pool_indices, fb.seq_lens)
@@ -142,4 +152,5 @@ class FlashMlaBackend(BlockTableBackend):
             width=self.table.shape[1],
             parts=self.parts(Mode(batch.mode)),
             draft_tokens=self.config.draft_tokens,
+            layout=self.layout,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -71,13 +72,26 @@ def topk_v2_plan(lens: Sequence[int]) -> list[tuple[int, int]]:
     return [(chosen, len(long_rows)), *long_rows]
 
 
+class SplitLayout(IntEnum):
+    """Columns of a split-KV schedule; a part with begin request = number of requests is idle.
+
+    CURRENT: begin request, end request inclusive, begin block, end block exclusive, begin split, first-split flag,
+        last-split flag, 0.
+    OLDER: begin request, begin block, end request, end block, begin split, 0, 0, 0, as earlier releases have it.
+    TOKENS: OLDER with begin and end in tokens, for dense 8-bit KV. A request of length 0 has no block there.
+    """
+
+    CURRENT = 2
+    OLDER = 1
+    TOKENS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class SplitKV:
     """A split-KV schedule.
 
     Attributes:
-        parts: per part (begin request, end request inclusive, begin block, end block exclusive, begin split,
-            first-split flag, last-split flag, 0); a part with begin request = number of requests is idle.
+        parts: the columns of each part, see `SplitLayout`.
         num_splits: running count of splits over requests, one more entry than requests.
     """
 
@@ -85,12 +99,14 @@ class SplitKV:
     num_splits: list[int]
 
 
-def split_kv(lens: Sequence[int], parts: int) -> SplitKV:
+def split_kv(lens: Sequence[int], parts: int, layout: SplitLayout = SplitLayout.CURRENT) -> SplitKV:
     """The greedy walk: each part takes requests until its payload is used up, leaving the last one open.
 
-    A request of length 0 still costs one block. The flags say whether the first or last request of a part is split.
+    A request of length 0 still costs one block, but for TOKENS. The flags say whether the first or last request of a
+    part is split.
     """
-    blocks = [max(int(n) - 1, 0) // SPLIT_KV_BLOCK + 1 for n in lens]
+    tokens = layout is SplitLayout.TOKENS
+    blocks = [-(-max(int(n), 0 if tokens else 1) // SPLIT_KV_BLOCK) for n in lens]
     bs, overhead = len(blocks), SPLIT_KV_OVERHEAD
     payload = -(-sum(b + overhead for b in blocks) // parts) + overhead
     rows, num_splits = [], [0]
@@ -114,7 +130,13 @@ def split_kv(lens: Sequence[int], parts: int) -> SplitKV:
         last_open = end != blocks[last] and lens[last] != 0
         if begin[0] == last:
             first_open = last_open = first_open or last_open
-        rows.append((begin[0], last, begin[1], end, begin[2], int(first_open), int(last_open), 0))
+        if tokens:
+            end = block * SPLIT_KV_BLOCK if block > 0 else int(lens[last])
+            rows.append((begin[0], begin[1] * SPLIT_KV_BLOCK, last, end, begin[2], 0, 0, 0))
+        elif layout is SplitLayout.OLDER:
+            rows.append((begin[0], begin[1], last, end, begin[2], 0, 0, 0))
+        else:
+            rows.append((begin[0], last, begin[1], end, begin[2], int(first_open), int(last_open), 0))
     return SplitKV(rows, num_splits)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..schedules import SplitLayout
 from .block_table import reachable_columns, write_block_row
 from .decode_metadata import DecodeMetadataConfig
 from .launch import PreparedLaunch
@@ -23,11 +24,11 @@ def _flashmla_kernel(
     req_pool_indices, seq_lens, req_to_token, lens, table, schedule, num_splits,
     bs, offset, columns, parts, req_to_token_stride, table_stride,
     PAGE_SIZE: tl.constexpr, WRITE_LENS: tl.constexpr, PROGRAMS_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
-    SCAN: tl.constexpr,
+    SCAN: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid == 0:
-        split_kv_walk(seq_lens, offset, 2147483647, bs, schedule, num_splits, parts, 1, SCAN)
+        split_kv_walk(seq_lens, offset, 2147483647, bs, schedule, num_splits, parts, 1, SCAN, LAYOUT)
     else:
         part = pid - 1
         write_block_row(
@@ -49,6 +50,7 @@ def prepare_flashmla_metadata(
     bs: int,
     offset: int,
     config: DecodeMetadataConfig,
+    layout: SplitLayout,
 ) -> PreparedLaunch:
     """The rebuild for lengths seq_lens + offset, in place; call it with (req_pool_indices, seq_lens).
 
@@ -61,6 +63,7 @@ def prepare_flashmla_metadata(
         lens: [>=bs] int32, out: the lengths; None stores none.
         bs: at least 1.
         offset: tokens added to each length.
+        layout: of the schedule.
     """
     stored = table if lens is None else lens
     return PreparedLaunch(
@@ -77,6 +80,7 @@ def prepare_flashmla_metadata(
             "PROGRAMS_PER_ROW": config.programs_per_row,
             "BLOCK": config.block,
             "SCAN": split_scan(bs),
+            "LAYOUT": int(layout),
             "num_warps": config.num_warps,
         },
         varying=(0, 1),

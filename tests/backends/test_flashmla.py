@@ -60,6 +60,27 @@ def test_every_arm_writes_what_the_oracle_says_and_nothing_else(mode, arm):
     assert [d for d in replayed(own, batches(c, mode, own.backend.pools)) if d] == []
 
 
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+@pytest.mark.parametrize("option", ["older_plan", "fp8"])
+def test_other_planners_columns_are_the_oracles(option, arm):
+    for mode in (Mode.DECODE, Mode.TARGET_VERIFY):
+        c = config(mode, extra={"num_sms": SMS, option: True})
+        own = replayer(mode, arm, c)
+        assert [d for d in replayed(own, list(batches(c, mode, own.backend.pools))[:4]) if d] == []
+
+
+def test_a_plan_of_8_bit_kv_is_in_tokens_and_for_fewer_requests():
+    c = config(Mode.DECODE, extra={"num_sms": SMS, "fp8": True})
+    own = replayer(Mode.DECODE, ARMS[3], c)
+    own.load(live_batch(Mode.DECODE, [300, 5], [2, 3], own.backend.pools, 1, np.random.default_rng(0)))
+    own.runner.replay()
+    first = own.backend.forward_metadata.flashmla_metadata[:2, :5].tolist()
+    # Four requests of 5, 1, 1 and 1 blocks and 5 overhead each: 28 in 16 parts, 2 + 5 a part, of which 5 are overhead.
+    assert first == [[0, 0, 0, 128, 0], [0, 128, 0, 256, 1]]
+    with pytest.raises(ConfigError, match="fewer than 4096 requests, got 4096"):
+        FlashMlaBackend(c, pools_for(c)).init_cuda_graph_state(4096, 4096)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_counts_are_those_of_the_classic_chain_and_fused_is_one_launch(mode):
     live = live_batch(mode, [33, 64], [2, 3], pools_for(config(mode)), tokens_of(mode), np.random.default_rng(0))

@@ -9,6 +9,7 @@ from attn_graph.backends import schedules
 from attn_graph.backends.kernels.paged_mqa_schedule import paged_mqa_schedule
 from attn_graph.backends.kernels.split_kv_schedule import split_kv_schedule
 from attn_graph.backends.kernels.topk_plan import topk_v2_plan
+from attn_graph.backends.schedules import SplitLayout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,31 @@ def test_split_kv_covers_every_block_once_and_no_part_exceeds_its_payload(lens, 
     assert plan.num_splits[-1] <= len(lens) + parts - 1
 
 
+@given(LENGTHS, st.sampled_from([1, 3, 66, 132]))
+@settings(max_examples=60, deadline=None)
+def test_older_columns_are_the_current_ones_in_another_order(lens, parts):
+    current, older = (schedules.split_kv(lens, parts, layout) for layout in (SplitLayout.CURRENT, SplitLayout.OLDER))
+    assert older.num_splits == current.num_splits
+    assert older.parts == [(p[0], p[2], p[1], p[3], p[4], 0, 0, 0) for p in current.parts]
+
+
+@given(LENGTHS, st.sampled_from([1, 3, 66, 132]))
+@settings(max_examples=60, deadline=None)
+def test_split_kv_of_dense_8_bit_covers_every_token_once(lens, parts):
+    plan = schedules.split_kv(lens, parts, SplitLayout.TOKENS)
+    covered = [[] for _ in lens]
+    for begin, first_token, last, end_token, begin_split, *_ in plan.parts:
+        for request in range(begin, last + 1):
+            first = first_token if request == begin else 0
+            end = end_token if request == last else lens[request]
+            covered[request].append((first, end, begin_split if request == begin else 0))
+    for request, pieces in enumerate(covered):
+        assert [p[0] for p in pieces] == [0, *(p[1] for p in pieces[:-1])] and pieces[-1][1] == lens[request]
+        assert all(first % 64 == 0 for first, _, _ in pieces)
+        assert [p[2] for p in pieces] == list(range(len(pieces)))
+        assert len(pieces) == plan.num_splits[request + 1] - plan.num_splits[request]
+
+
 def test_split_kv_of_the_published_example():
     plan = schedules.split_kv([8192, 100], 16)
     assert plan.num_splits == [0, 15, 16]
@@ -80,11 +106,12 @@ def test_paged_mqa_kernel_equals_the_reference(lens, num_sms):
 
 @pytest.mark.parametrize("lens", MIXES, ids=len)
 @pytest.mark.parametrize("parts", [1, 16])
-def test_split_kv_kernel_equals_the_reference(lens, parts):
+@pytest.mark.parametrize("layout", SplitLayout, ids=lambda layout: layout.name.lower())
+def test_split_kv_kernel_equals_the_reference(lens, parts, layout):
     schedule = torch.full((parts, 8), -7, dtype=torch.int32, device=DEVICE)
     num_splits = torch.full((len(lens) + 1,), -7, dtype=torch.int32, device=DEVICE)
-    split_kv_schedule(torch.tensor([n - 3 for n in lens], device=DEVICE), schedule, num_splits, added=3)
-    wanted = schedules.split_kv(lens, parts)
+    split_kv_schedule(torch.tensor([n - 3 for n in lens], device=DEVICE), schedule, num_splits, added=3, layout=layout)
+    wanted = schedules.split_kv(lens, parts, layout)
     assert list(map(tuple, schedule.tolist())) == wanted.parts and num_splits.tolist() == wanted.num_splits
 
 
