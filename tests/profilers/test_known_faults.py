@@ -24,9 +24,10 @@ def test_a_known_fault_of_a_backend_is_noticed_and_only_with_the_fault(name, fau
     assert found.status == "pass", found.detail
 
 
-LISTS_AND_TABLES = (
-    "trtllm_mla flashattention flashinfer flashinfer_mla triton flashmla cutlass_mla aiter wave"
-).split()
+LISTS_AND_TABLES = [
+    "trtllm_mla", "flashattention", "flashinfer", "flashinfer_mla", "triton", "flashmla", "cutlass_mla", "aiter",
+    "wave",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LISTS_AND_TABLES)
