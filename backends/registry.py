@@ -143,7 +143,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
         planners={"sgl_kernel.flash_mla.get_mla_metadata": COMPARED},
         target=".flashmla:FlashMlaBackend",
-        note="a reference scheduler stands in for get_mla_metadata, its launch counted apart; no dense-FP8 plans",
+        note="a reference scheduler stands in for get_mla_metadata, its launch counted apart",
         dispatches={
             "decode": (12, None),
             "idle": (12, None),
