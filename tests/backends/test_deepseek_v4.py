@@ -20,6 +20,7 @@ from attn_graph.backends.deepseek_v4 import DeepseekV4Backend, DeepseekV4Metadat
 from attn_graph.backends.modes import ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.runners.inputs import upload
+from attn_graph.profilers.conformance.faults.deepseek_v4 import HostPlanner, StalePlan
 from attn_graph.profilers.counters import count
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed
@@ -269,15 +270,6 @@ class FirstEntries(DeepseekV4Backend):
         super().rebuild_aten(replace(fb, out_cache_loc=steps), md)
 
 
-class HostPlanner(DeepseekV4Backend):
-    """The planner for host lengths does not keep the states of drafts that may be rejected."""
-
-    def _aten_plans(self, *args):
-        self.keep_draft = False
-        super()._aten_plans(*args)
-        self.keep_draft = True
-
-
 class OldestFirst(DeepseekV4Backend):
     """The window list in the order of the tokens."""
 
@@ -293,15 +285,6 @@ class MapWithoutSentinel(DeepseekV4Backend):
         window = super()._aten_window(context, pool)
         self.pools.full_to_swa[-1] = -1
         return window
-
-
-class StalePlan(DeepseekV4Backend):
-    """Compressor plans of the capture."""
-
-    def _aten_plans(self, built, *args):
-        kept = built.c4_plan.plan_d.clone()
-        super()._aten_plans(built, *args)
-        built.c4_plan.plan_d.copy_(kept)
 
 
 class PlaceholderKept(DeepseekV4Backend):

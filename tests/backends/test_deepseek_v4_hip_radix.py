@@ -12,6 +12,7 @@ from attn_graph.backends.batch import BatchShape, batch_sequence, idle_batch, li
 from attn_graph.backends.deepseek_v4_hip_radix import DeepseekV4HipRadixBackend, HipIndexerMetadata
 from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.deepseek_v4_hip_radix import AssignsTheSchedule, KeepsDraftStates
 from attn_graph.profilers.counters import count
 from rebuilds import ARMS, Replayer, replayed
 
@@ -121,22 +122,6 @@ def test_layers_of_a_draft_step_compute_their_own_store_rows():
     rows = draft.backend.swa_store_rows(draft.runner.view, md, pool, later)
     assert rows.tolist() == (pool * draft.backend.ring + later % draft.backend.ring).tolist()
     assert rows.tolist() != md.unified.swa_loc.tolist()
-
-
-class AssignsTheSchedule(DeepseekV4HipRadixBackend):
-    """The schedule assigned from the new struct: the captured kernel keeps the old one."""
-
-    def _new_schedule(self, md):
-        return torch.empty_like(md.indexer.schedule)
-
-
-class KeepsDraftStates(DeepseekV4HipRadixBackend):
-    """The CUDA planner's rule, which also keeps the last 4 tokens."""
-
-    def _aten_plans(self, *args):
-        self.keep_draft = True
-        super()._aten_plans(*args)
-        self.keep_draft = False
 
 
 class NewestFirst(DeepseekV4HipRadixBackend):

@@ -11,9 +11,9 @@ from attn_graph.backends import schedules
 from attn_graph.backends.base import AttentionConfig, ConfigError, NotCapturedError, tensors_of
 from attn_graph.backends.batch import BatchShape, batch_sequence, live_batch, make_pools, with_unassigned_slots
 from attn_graph.backends.dsa import DsaBackend
-from attn_graph.backends.kernels.expand_seqlens import expand_seqlens
 from attn_graph.backends.modes import Arm, ForwardMode, Implementation, Placement, TailPolicy
 from attn_graph.backends.registry import lookup
+from attn_graph.profilers.conformance.faults.dsa import AcceptedWidth, AliasesTheRunner, NegativeLengths, StaleSchedule
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -191,46 +191,6 @@ def test_tables_follow_req_to_token_from_replay_to_replay():
         assert md.real_page_table[0, :3].tolist() == [5, 2, 7] and md.real_page_table[1, 0] == 3
         own.backend.pools.req_to_token[3, 4:8] = torch.arange(24, 28)
         assert own.differences(live, 1) == [] and md.real_page_table[0, :3].tolist() == [5, 6, 7]
-
-
-class StaleSchedule(DsaBackend):
-    """The schedule of the capture kept for every replay; on a GPU this hangs the logits kernel."""
-
-    def bind(self, fb):
-        md = super().bind(fb)
-        return replace(md, paged_mqa_schedule_metadata=md.paged_mqa_schedule_metadata.clone())
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, replace(md, paged_mqa_schedule_metadata=self.schedule))
-
-
-class NegativeLengths(DsaBackend):
-    """Draft extend without the clamp: a padding row of one token has N - 1 queries before its first token."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, md)
-        n = self._queries(fb)
-        rows = md.cache_seqlens_int32[:, None] - n + 1 + torch.arange(n, device=self.device)
-        md.dsa_seqlens_expanded.view(-1, n).copy_(rows)
-
-
-class AcceptedWidth(DsaBackend):
-    """Draft extend laid out by accepted counts: fewer rows than the graph reads, the rest from the step before."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(fb, md)
-        accepted = fb.spec_info.num_accept_tokens[: fb.batch_size]
-        offsets = torch.zeros(fb.batch_size + 1, dtype=torch.int32, device=self.device)
-        offsets[1:] = torch.cumsum(accepted, 0)
-        expand_seqlens(accepted, md.cache_seqlens_int32, offsets, md.dsa_seqlens_expanded)
-
-
-class AliasesTheRunner(DsaBackend):
-    """A cast of 32-bit lengths is the runner's own buffer."""
-
-    def bind(self, fb):
-        lens = fb.seq_lens[: fb.batch_size].to(torch.int32)
-        return replace(super().bind(fb), cache_seqlens_int32=lens, dsa_seqlens_expanded=lens)
 
 
 class BatchMaxWidth(DsaBackend):

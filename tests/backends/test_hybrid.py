@@ -16,6 +16,7 @@ from attn_graph.backends.modes import ForwardMode, Placement
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.hybrid import Hybrid
+from attn_graph.profilers.conformance.faults.hybrid import InGraphDropped, VerifyByCurrentMode, WarmupDropped
 from golden_replays import DEVICE, FOLDER, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
 
@@ -167,26 +168,6 @@ def test_whoever_asks_the_wrapper_to_rebuild_gets_the_childs_rebuild():
 
 
 # Faults of upstream: hooks that the class inherits instead of forwarding.
-
-
-class InGraphDropped(Hybrid):
-    """The in-graph hook of the base, which does nothing for a backend without metadata of its own."""
-
-    def init_forward_metadata_in_graph(self, fb):
-        pass
-
-
-class WarmupDropped(Hybrid):
-    def on_after_cuda_graph_warmup(self):
-        pass
-
-
-class VerifyByCurrentMode(Hybrid):
-    """Selection by the live mode: an idle rank in a verify graph reaches decode."""
-
-    def parts(self, fb):
-        idle = fb.actual_forward_mode is Mode.IDLE
-        return super().parts(replace(fb, forward_mode=Mode.DECODE) if idle else fb)
 
 
 def test_a_dropped_in_graph_hook_leaves_stale_metadata_and_is_noticed():

@@ -15,6 +15,7 @@ from attn_graph.backends.modes import ForwardMode
 from attn_graph.backends.registry import lookup, registered
 from attn_graph.backends.wrappers.forwarding import hooks
 from attn_graph.backends.wrappers.hybrid_linear import LINEAR, HybridLinear
+from attn_graph.profilers.conformance.faults.hybrid_linear import NoInGraphHook
 from golden_replays import FOLDER, Golden, cases
 from linear_states import BUCKET, batches, capture, counted, requests
 from rebuilds import ARMS, replayed
@@ -44,13 +45,6 @@ class CountingHybrid(HybridLinear):
     @staticmethod
     def child_class(name):
         return {"mamba": CountsByValue, "lightning": LightningCountsByValue}.get(name) or lookup(name).load()
-
-
-class NoInGraphHook(HybridLinear):
-    """A22, two releases of upstream: an in-graph hook inherited from a base class, where it does nothing."""
-
-    def init_forward_metadata_in_graph(self, fb):
-        pass
 
 
 class NoWarmupHook(HybridLinear):

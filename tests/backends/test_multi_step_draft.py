@@ -14,6 +14,7 @@ from attn_graph.backends.modes import ForwardMode, Implementation
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.multi_step_draft import FAMILIES, MultiStepDraft, last_draft_column
+from attn_graph.profilers.conformance.faults.multi_step_draft import ConsecutiveBranches, FollowersLeftAlone
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed
 
@@ -402,13 +403,6 @@ class FirstOfAllSlots(MultiStepDraft):
         super().rebuild_aten(replace(fb, out_cache_loc=fb.out_cache_loc[: fb.batch_size]), md)
 
 
-class FollowersLeftAlone(MultiStepDraft):
-    """Steps behind the first keep the locations of an earlier batch, as upstream's last one does."""
-
-    def rebuild_aten(self, fb, md):
-        pass
-
-
 @pytest.mark.parametrize("fault", [FirstOfAllSlots, FollowersLeftAlone])
 def test_locations_of_no_step_and_of_an_earlier_batch_are_found(fault):
     c = v4_config("deepseek_v4")
@@ -554,15 +548,6 @@ class OffsetsFromPositions(MultiStepDraft):
     def rebuild_aten(self, fb, md):
         rows = fb.positions[:: max(self.config.topk, 1)]
         super().rebuild_aten(replace(fb, seq_lens=rows.contiguous()), md)
-
-
-class ConsecutiveBranches(MultiStepDraft):
-    """A12: branch slots assumed consecutive behind the prefix although branches own whole pages."""
-
-    def rebuild_aten(self, fb, md):
-        paged, self.tables.config = self.tables.config, replace(self.tables.config, page_size=1)
-        super().rebuild_aten(fb, md)
-        self.tables.config = paged
 
 
 class OneStepShort(MultiStepDraft):

@@ -25,6 +25,7 @@ from attn_graph.backends.registry import lookup, registered
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.tbo import BATCH_RULES, HOST_RULES, SPEC_RULES, TwoBatchOverlap, halves_of, split
+from attn_graph.profilers.conformance.faults.tbo import HalvesForgottenAtCapture, HalvesNotRecorded
 from attn_graph.profilers.counters import count
 from golden_replays import DEVICE, Golden, cases
 from rebuilds import ARMS, Replayer, replayed
@@ -271,20 +272,6 @@ def test_a_hook_added_to_the_contract_later_is_forwarded_without_anybody_writing
 
 
 # Faults.
-
-
-class HalvesForgottenAtCapture(TwoBatchOverlap):
-    """Upstream without its runner's plug-in: a capture batch that nobody split reaches the whole only."""
-
-    def _halves(self, fb):
-        return super()._halves(fb) if self.metadata.get((fb.forward_mode, fb.batch_size)) else []
-
-
-class HalvesNotRecorded(TwoBatchOverlap):
-    """The in-graph hook reaches the whole only: halves keep what capture left, and the whole looks right."""
-
-    def init_forward_metadata_in_graph(self, fb):
-        self.primary.init_forward_metadata_in_graph(fb)
 
 
 class MaskFromTheStart(TwoBatchOverlap):

@@ -24,13 +24,7 @@ def test_a_known_fault_of_a_backend_is_noticed_and_only_with_the_fault(name, fau
     assert found.status == "pass", found.detail
 
 
-LISTS_AND_TABLES = [
-    "trtllm_mla", "flashattention", "flashinfer", "flashinfer_mla", "triton", "flashmla", "cutlass_mla", "aiter",
-    "wave",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LISTS_AND_TABLES)
-def test_backends_of_index_lists_and_page_tables_have_faults_of_their_own(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_every_backend_and_wrapper_has_faults_of_its_own(name):
     names = [fault.name for fault in known_faults(name)]
     assert len(names) == len(set(names)) >= 2
