@@ -283,6 +283,11 @@ class TwoBatchOverlap(Composed):
             return None
         if self.recorded:  # where the second half begins depends on lengths: it gets a copy that begins at 0
             return mask if half.first == 0 else self.second_mask
+        if fb.seq_lens_cpu is None:
+            raise ConfigError(
+                "seq_lens_cpu is None: an eager split finds where the second half's tree mask begins from lengths on the "
+                "host, so keep a mirror of them or record the rebuild"
+            )
         first = _cells_before(fb.seq_lens_cpu, half.first, n)
         cells = mask[first:] if half.last == fb.batch_size else mask[: _cells_before(fb.seq_lens_cpu, half.last, n)]
         # Upstream hands the whole mask to a half without cells, and its padding then reads the other half's tree.

@@ -324,6 +324,10 @@ def test_batches_that_cannot_be_split_are_refused():
     for wrong in ({"encoder_lens": torch.ones(4)}, {"spec_info": spec}):
         with pytest.raises(ConfigError, match="cannot split encoder_lens or kv index lists"):
             own.backend.init_forward_metadata_out_graph(replace(batch, **wrong), in_capture=True)
+    masked = KINDS["index lists and masks"].replayer(ARMS[0])
+    masked.load(KINDS["index lists and masks"].live([40, 50, 60], masked.backend.pools))
+    with pytest.raises(ConfigError, match="seq_lens_cpu is None: .* tree mask"):
+        masked.backend.init_forward_metadata_out_graph(replace(masked.runner.view, seq_lens_cpu=None))
     with pytest.raises(ConfigError, match="has no mode draft_extend"):
         extend = replace(batch, forward_mode=Mode.DRAFT_EXTEND)
         own.backend.init_forward_metadata_out_graph(extend, in_capture=True)
