@@ -285,8 +285,8 @@ class TwoBatchOverlap(Composed):
             return mask if half.first == 0 else self.second_mask
         if fb.seq_lens_cpu is None:
             raise ConfigError(
-                "seq_lens_cpu is None: an eager split finds where the second half's tree mask begins from lengths on the "
-                "host, so keep a mirror of them or record the rebuild"
+                "seq_lens_cpu is None: an eager split finds where the second half of a tree mask begins from lengths on "
+                "the host, so keep a mirror of them or record the rebuild"
             )
         first = _cells_before(fb.seq_lens_cpu, half.first, n)
         cells = mask[first:] if half.last == fb.batch_size else mask[: _cells_before(fb.seq_lens_cpu, half.last, n)]

@@ -326,7 +326,7 @@ def test_batches_that_cannot_be_split_are_refused():
             own.backend.init_forward_metadata_out_graph(replace(batch, **wrong), in_capture=True)
     masked = KINDS["index lists and masks"].replayer(ARMS[0])
     masked.load(KINDS["index lists and masks"].live([40, 50, 60], masked.backend.pools))
-    with pytest.raises(ConfigError, match="seq_lens_cpu is None: .* tree mask"):
+    with pytest.raises(ConfigError, match=r"seq_lens_cpu is None: .* tree mask"):
         masked.backend.init_forward_metadata_out_graph(replace(masked.runner.view, seq_lens_cpu=None))
     with pytest.raises(ConfigError, match="has no mode draft_extend"):
         extend = replace(batch, forward_mode=Mode.DRAFT_EXTEND)
