@@ -336,6 +336,10 @@ class FlashAttentionBackend(AttentionBackend):
         b, table = fb.batch_size, self.pools.req_to_token
         lens = fb.encoder_lens[:b]
         md.encoder_max_seq_len_k = longest = int(lens.max().item())
+        if longest > self.encoder_tokens:
+            raise ConfigError(
+                f"encoder_lens of {longest} tokens do not fit encoder_page_table, which has {self.encoder_tokens}"
+            )
         self.encoder_lens[:b].copy_(lens)
         write_running_sum(md.encoder_cu_seqlens_k, md.encoder_lens_int32)
         self.encoder_table[:b, :longest].copy_(table[pool[:, None], self.encoder_numbers[:longest]])

@@ -160,7 +160,7 @@ class Golden:
             lens=getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch.")),
             max_bs=max_bs,
             mask_context=c["C"] if c["mask"] else 0,
-            encoder_fill=c["extra"]["encoder_fill"] if c["encoder"] else None,
+            encoder_fill=int(self.data["capture/in/encoder_lens"][0]) if c["encoder"] else None,
             slots_per_token=c["S"] if self.mode is ForwardMode.DRAFT_DECODE and c["K"] > 1 else 1,
         )
 

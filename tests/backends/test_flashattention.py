@@ -407,6 +407,10 @@ def test_batches_that_cannot_work_are_refused():
         replace(drafting, page_size=1, swa=True).replayer(ARMS[3])
     with pytest.raises(ConfigError, match="must hold 2 x 3 slots a request, got 8"):
         drafting.replayer(ARMS[1], slots_per_token=1)
+    with pytest.raises(ConfigError, match="encoder_lens of 25 tokens do not fit encoder_page_table, which has 24"):
+        own = KINDS["decode, encoder"].replayer(ARMS[0])
+        own.runner.slots.encoder_lens.fill_(25)
+        own.backend.init_forward_metadata_out_graph(own.runner.capture_batch(BUCKET))
     with pytest.raises(ConfigError, match="need 4 page_table columns, the buffer has 3"):
         own = replace(KINDS["decode"], max_context=48).replayer(ARMS[0], pools)
         view = replace(own.runner.capture_batch(BUCKET), seq_lens_cpu=torch.full((BUCKET,), 49))
@@ -424,7 +428,7 @@ def test_recorded_cases_are_reproduced(path, arm):
     if c["extra"].get("local_chunk"):
         extra["local_chunk"] = c["extra"]["local_chunk"]
     if c["encoder"]:
-        extra["encoder_tokens"] = c["extra"]["encoder_max"]
+        extra["encoder_tokens"] = c["extra"].get("encoder_max", c["C"])
     drafts = golden.mode is Mode.DRAFT_DECODE
     for step in range(c["S"] - 1) if drafts else [0]:
         for i, replay in enumerate(golden.replays(FlashAttentionBackend, arm, step, **extra)):
