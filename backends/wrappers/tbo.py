@@ -285,7 +285,7 @@ class TwoBatchOverlap(Composed):
             return mask if half.first == 0 else self.second_mask
         if fb.seq_lens_cpu is None:
             raise ConfigError(
-                "seq_lens_cpu is None: an eager split finds where the second half of a tree mask begins from lengths on "
+                "seq_lens_cpu is None: an eager split finds the second half of a tree mask by lengths on "
                 "the host, so keep a mirror of them or record the rebuild"
             )
         first = _cells_before(fb.seq_lens_cpu, half.first, n)
