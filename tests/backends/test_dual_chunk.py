@@ -235,8 +235,8 @@ def test_batches_that_cannot_work_are_refused():
 @pytest.mark.parametrize("path", cases("dual_chunk"), ids=lambda p: p.stem)
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
-    given = golden.config["extra"]["dual_chunk"]
-    extra = {name: given[name] for name in ("chunk_size", "local_size")}
+    given = golden.config["extra"].get("dual_chunk", {})
+    extra = {name: given[name] for name in ("chunk_size", "local_size") if name in given}
     extra["original_context"] = given.get("original_max_position_embeddings", 0)
     for i, replay in enumerate(golden.replays(DualChunkBackend, arm, **extra)):
         assert replay.expected.keys() == {name for name in replay.golden if name in replay.got}

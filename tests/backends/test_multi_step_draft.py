@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -366,9 +367,10 @@ def test_steps_that_differ_in_slots_only_cost_one_rebuild_and_one_launch_more():
 def test_recorded_cases_of_slots_only_families_are_reproduced(path, arm):
     """But for locations: upstream's are the first B of all slots, which is no step's column."""
     golden = Golden(path)
-    c = golden.config
+    c, told = golden.config, json.loads(str(golden.data["capture/host"]))
+    kept = next((value for name, value in told.items() if name.endswith("c4_sparse_topk")), 512)
     wrapper = MultiStepDraft(
-        golden.attention_config(inner="deepseek_v4", num_sms=12), golden.pools(), arm.implementation,
+        golden.attention_config(inner="deepseek_v4", num_sms=12, index_topk=kept), golden.pools(), arm.implementation,
         recorded=arm is FUSED_GRAPH,
     )  # fmt: skip
     lens = getattr(torch, c["seq_lens_static_dtype"].removeprefix("torch."))
