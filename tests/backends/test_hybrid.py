@@ -230,7 +230,7 @@ def compare(golden: Golden, arm) -> None:
     own_child = "decode" if golden.mode is Mode.DECODE or (verify and speculative == "decode") else "prefill"
     children = {name.split(".")[0] for name in golden.data if name.startswith("capture/out/")}
     assert children == {f"capture/out/{own_child}"}
-    options = {"decode": "triton", "prefill": prefill_of(golden), "core_count": c["cores"]}
+    options = golden.split_options() | {"decode": "triton", "prefill": prefill_of(golden)}
     for replay in golden.replays(Hybrid, arm, speculative_attention_mode=speculative, **options):
         fields = [name for name in replay.expected if name in replay.golden]
         planned = list(filter(None, map(PLANNED.fullmatch, replay.golden)))

@@ -195,7 +195,7 @@ def cells(replay, field) -> list[str]:
 
 
 def compare(golden: Golden, stem: str, arm, sides=frozenset({"full", "linear"})) -> None:
-    options = golden.config["extra"] | {"core_count": golden.config["cores"]} | halves_of(golden, stem)
+    options = golden.split_options() | halves_of(golden, stem)
     npu, b = options["linear"] == "ascend_gdn", golden.config["B"]
     counts = npu or counted(golden, options["linear"])
     for i, replay in enumerate(golden.replays(HybridLinear, arm, **options)):
@@ -245,7 +245,7 @@ def test_recorded_cases_of_one_backend_are_those_of_its_half_of_a_hybrid(side, b
 @pytest.mark.parametrize("path", cases("hybrid_linear"), ids=lambda p: p.stem)
 def test_the_classic_chains_of_the_recorded_release_leave_and_cost_what_was_recorded(path):
     golden = Golden(path)
-    options = golden.config["extra"] | {"core_count": golden.config["cores"]} | halves_of(golden, path.stem)
+    options = golden.split_options() | halves_of(golden, path.stem)
     cls = CountingHybrid if counted(golden, options["linear"]) else HybridLinear
     own = golden.captured(cls, ARMS[0], max_bs=golden.config["max_bs"], **options)
     for i in range(golden.config["replays"]):

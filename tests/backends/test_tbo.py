@@ -347,7 +347,7 @@ def inner_of(stem: str) -> str:
 def test_recorded_cases_are_reproduced(path, arm):
     golden = Golden(path)
     c = golden.config
-    for replay in golden.replays(TwoBatchOverlap, arm, inner=inner_of(path.stem), core_count=c["cores"], **c["extra"]):
+    for replay in golden.replays(TwoBatchOverlap, arm, inner=inner_of(path.stem), **golden.split_options()):
         fields_ = [name for name in replay.expected if name in replay.golden]
         first = {"child0"} if c["B"] > 1 else set()
         assert {name.split(".")[0] for name in fields_} == {"primary", "child1"} | first
