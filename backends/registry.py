@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 ENTRY_POINT_GROUP = "attn_graph.backends"
 
@@ -46,6 +47,7 @@ class BackendInfo:
         planners: vendor functions that a reference stands in for, and whether `verify` compares: ``compared`` where the
             package is installed, else why not.
         compositions: of a wrapper, options of those that stand for all; the counts are the first's.
+        options: of a backend, by mode or ``*``, options under which it has other metadata, which `verify` looks at too.
     """
 
     name: str
@@ -60,11 +62,16 @@ class BackendInfo:
     host_work: dict[str, str] = field(default_factory=dict)
     planners: dict[str, str] = field(default_factory=dict)
     compositions: tuple[dict[str, str], ...] = ()
+    options: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     def host_work_in(self, mode: str) -> str:
         """Why fused-graph is not free of host work in a mode; empty where it dispatches, launches and waits for
         nothing."""
         return self.host_work.get(mode) or self.host_work.get("*", "")
+
+    def options_in(self, mode: str) -> tuple[dict[str, Any], ...]:
+        """Options under which a mode is looked at besides its own."""
+        return self.options.get(mode, self.options.get("*", ()))
 
     def load(self):
         """Import and return the class."""
@@ -96,6 +103,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="block_table",
         pattern="B",
         modes=DECODE_MODES + SPEC_MODES,
+        options={"decode": ({"own_seq_lens": True},), "draft_decode": ({"draft_step_offset": True},)},
         target=".trtllm_mla:TrtllmMlaBackend",
         note="metadata only; the trtllm-gen MLA kernel and its ragged draft-extend padding are not run",
         dispatches={
@@ -142,6 +150,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="A",
         modes=(*DECODE_MODES, "draft_decode", "target_verify", "draft_extend_v2"),
         planners={"sgl_kernel.flash_mla.get_mla_metadata": COMPARED},
+        options={"*": ({"fp8": True, "num_sms": 8}, {"older_plan": True, "num_sms": 8})},
         target=".flashmla:FlashMlaBackend",
         note="a reference scheduler stands in for get_mla_metadata, its launch counted apart",
         dispatches={
@@ -158,6 +167,9 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="csr",
         pattern="B",
         modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2"),
+        options={
+            "decode": ({"deterministic": True, "split_tile_size": 16}, {"static_kv_splits": True}, {"use_mla": True}),
+        },
         target=".triton:TritonBackend",
         note="metadata only; draft decode is the multi_step_draft wrapper's",
         dispatches={
@@ -210,6 +222,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="A",
         modes=(*DECODE_MODES, "target_verify", "draft_extend", "draft_extend_v2"),
         planners={"aiter.get_mla_metadata_v1": NO_SIGNATURE},
+        options={"*": ({"mla": True, "fp8": True, "num_sms": 8}, {"unified": True})},
         target=".aiter:AiterBackend",
         note="metadata logic on the device at hand; reference schedulers stand in for AITER's, no kernel of it runs",
         dispatches={
@@ -299,6 +312,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         pattern="A",
         modes=DECODE_MODES + SPEC_MODES,
         planners={"FA3's get_scheduler_metadata": "not run: what it must hold is not specified"},
+        options={"decode": ({"local_chunk": 48},)},
         target=".flashattention:FlashAttentionBackend",
         note="metadata only; FA3's own tile scheduler, a library call on the host, is not run",
         dispatches={
@@ -327,6 +341,7 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="csr",
         pattern="A",
         modes=(*DECODE_MODES, "target_verify"),
+        options={"decode": ({"static_kv_splits": True},)},
         target=".wave:WaveBackend",
         note="metadata only, no Wave kernel is run; verify counts are without a tree mask, which adds 2",
         dispatches={"decode": (9, None), "idle": (9, None), "target_verify": (13, None)},

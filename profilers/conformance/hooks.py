@@ -293,7 +293,8 @@ def dispatch_budget(subject: Subject) -> Iterator[str]:
 
 def _specified(subject: Subject, info: BackendInfo | None) -> int | None:
     """Dispatches of the classic chain; of a wrapper's own work, where its children are those of the specification."""
-    if info is None or (info.compositions and subject.extra != info.compositions[0]):
+    specified = info.compositions[0] if info and info.compositions else None
+    if info is None or subject.extra != specified:
         return None
     return info.dispatches.get(subject.case.mode, (None, None))[subject.case.swa]
 

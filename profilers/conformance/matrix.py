@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ HAVE_METADATA = ("backend", "wrapper")
 OF_A_COMPOSITION = {False: 2, True: 4}
 """How many sizes each composition of a wrapper is looked at on, in full or not. Its children have been on all."""
 
+WITH_OPTIONS = {False: 1, True: 2}
+"""How many sizes each option of a backend is looked at on."""
+
 CHEAPEST = Arm(Implementation.ATEN, Placement.EAGER)
 
 
@@ -35,7 +39,7 @@ class Sizes:
         holes: some token slots are unassigned (-1).
         probe: also looked at by the checks that are not made everywhere.
         steps, thin, live: see `Subject`; `live` are its sizes.
-        options: of a wrapper, name and value: which backends it is made of.
+        options: name and value: which backends a wrapper is made of, or what else a backend is to do.
     """
 
     page_size: int
@@ -53,7 +57,7 @@ class Sizes:
     steps: int | None = None
     thin: int = 1
     live: tuple[int, ...] = ()
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def subject(self, backend: str, mode: ForwardMode, device: torch.device, arms: Sequence[Arm], seed: int) -> Subject:
         """A subject of these sizes.
@@ -159,10 +163,15 @@ def possible_sizes(
 
 
 def _wanted_sizes(backend: str, mode: ForwardMode, device: torch.device, *, full: bool) -> Iterator[Sizes]:
-    compositions = lookup(backend, *HAVE_METADATA).compositions
+    info = lookup(backend, *HAVE_METADATA)
+    compositions = info.compositions
     sizes = full_sizes(mode, device) if full else quick_sizes(mode)
     if not compositions:
-        yield from sizes
+        every = list(sizes)
+        yield from every
+        for options in info.options_in(mode):
+            for size in every[: WITH_OPTIONS[full]]:
+                yield replace(size, probe=False, steps=4, options=tuple(options.items()))
     for number, size in enumerate(islice(sizes, OF_A_COMPOSITION[full]) if compositions else ()):
         size = replace(size, probe=number == 0)
         for options in compositions:

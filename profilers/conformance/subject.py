@@ -154,7 +154,7 @@ class Subject:
         parts += ["swa"] if c.swa else []
         parts += [f"N={c.draft_tokens} S={c.draft_steps} step={c.step_id}"] if c.draft_tokens else []
         parts += [f"K={c.topk}"] if c.topk > 1 else []
-        parts += [f"{name}={value}" for name, value in (self.extra or {}).items() if isinstance(value, str)]
+        parts += [f"{name}={value}" for name, value in (self.extra or {}).items() if isinstance(value, str | int)]
         parts += [f"{str(self.lens)[6:]} lens, {str(self.rows)[6:]} rows, seed {c.seed}"]
         return " ".join(parts)
 
