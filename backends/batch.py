@@ -18,6 +18,9 @@ from .modes import ForwardMode
 PADDING_ROW = 0
 """Row of req_to_token that padding points at; all zeros, never a live request."""
 
+RING_LENGTH = 3
+"""Entries of a replay ring of made-up pools: short, so that a few steps go all around."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpecInfo:
@@ -128,7 +131,7 @@ class LiveBatch:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The engine's shared tables. The scheduler rewrites them between steps; backends only read.
+    """The engine's shared tables. The scheduler rewrites them between steps; backends only read, cursors excepted.
 
     Attributes:
         req_to_token: [rows, width] int32, row-contiguous. KV slot of each token; row 0 zeros; -1 = no slot.
@@ -137,6 +140,9 @@ class Pools:
         swa_write: whether the active KV pool itself is a sliding-window pool, i.e. writes need mapping too.
         state_slots: [rows] int32 or None. Request row -> recurrent-state slot, for linear attention.
         physical_slots: [slots] int32 or None. State slot -> place in a pool that moves states; None: they are the same.
+        ring_cursors: [slots] int32 or None. Place of each slot's state -> next entry of the ring of inputs from which
+            it is replayed. A rebuild moves them.
+        ring_length: entries of a ring.
     """
 
     req_to_token: torch.Tensor
@@ -144,6 +150,8 @@ class Pools:
     swa_write: bool = True
     state_slots: torch.Tensor | None = None
     physical_slots: torch.Tensor | None = None
+    ring_cursors: torch.Tensor | None = None
+    ring_length: int = 0
 
     @property
     def writes_swa(self) -> bool:
@@ -191,7 +199,10 @@ def make_pools(
         full[-1] = -1
         mapping = torch.from_numpy(full).to(device)
     states = torch.from_numpy(rng.permutation(rows).astype(np.int32)).to(device)
-    return Pools(torch.from_numpy(table).to(device), mapping, state_slots=states)
+    cursors = torch.from_numpy(rng.integers(0, RING_LENGTH, rows).astype(np.int32)).to(device)
+    return Pools(
+        torch.from_numpy(table).to(device), mapping, state_slots=states, ring_cursors=cursors, ring_length=RING_LENGTH
+    )
 
 
 def context_lengths(spec: str | int | Sequence[int], n: int, limit: int, rng: np.random.Generator) -> np.ndarray:
@@ -248,11 +259,12 @@ def live_batch(
 
     `lengths` follow the mode's own meaning of seq_lens: decode includes the token being decoded, draft decode and
     verify do not include the draft tokens, draft extend includes them. Verify with topk > 1 gets a random tree. Draft
-    decode with topk > 1 gets the slots of all `draft_steps`, as engines pass them: [b, K, S], steps innermost.
+    decode with `draft_steps` gets the slots of all of them, as engines pass them: [b, K, S], steps innermost.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     rows = np.asarray(rows, dtype=np.int64)
-    if mode is ForwardMode.DRAFT_DECODE and topk > 1 and draft_steps:
+    if mode is ForwardMode.DRAFT_DECODE and draft_steps:
+        topk = max(topk, 1)
         columns = draft_columns(lengths, topk, draft_steps, page_size)
         there = pools.req_to_token.device
         slots = pools.req_to_token[
@@ -343,7 +355,7 @@ class BatchShape:
         reserve: tokens the mode adds on top of seq_lens; lengths stay within max_context - reserve.
         minimum: smallest legal seq_lens (draft extend counts its own tokens).
         topk: branches of the draft tree, for verify and draft decode.
-        draft_steps: steps whose slots a draft decode with topk > 1 brings.
+        draft_steps: steps whose slots a draft decode brings, all at once; 0 where it brings those of its own step.
     """
 
     mode: ForwardMode

@@ -44,7 +44,7 @@ from .inject import INJECTED, Injection
 from .nvtx_ranges import StepRanges
 from .ranks import RankContext
 from .sample import Case, Sample
-from .shapes import added_tokens, batch_limits, slots_per_token, tokens_per_request
+from .shapes import added_tokens, batch_limits, slots_per_token, steps_at_once, tokens_per_request
 
 DISTINCT_BATCHES = 16
 """Live batches that the steps cycle through; lengths grow by a token each, so page edges are crossed."""
@@ -162,7 +162,7 @@ def batch_shape(case: Case) -> BatchShape:
         reserve=added_tokens(case),
         minimum=minimum,
         topk=case.topk,
-        draft_steps=case.draft_steps,
+        draft_steps=steps_at_once(case),
     )
 
 

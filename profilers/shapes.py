@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..backends.modes import ForwardMode
+from ..backends.registry import lookup
 from .sample import Case
 
 GRAPH_NODES = {"typical": 500, "large": 2876}
@@ -19,8 +20,16 @@ def tokens_per_request(case: Case) -> int:
 
 
 def slots_per_token(case: Case) -> int:
-    """Write slots of one query token: a drafting tree brings those of all its steps at once."""
-    return case.draft_steps if ForwardMode(case.mode) is ForwardMode.DRAFT_DECODE and case.topk > 1 else 1
+    """Write slots of one query token: what serves all draft steps, and a drafting tree, gets those of all at once."""
+    return steps_at_once(case) or 1
+
+
+def steps_at_once(case: Case) -> int:
+    """Draft steps whose write slots come together; 0 where a step brings its own alone."""
+    if ForwardMode(case.mode) is not ForwardMode.DRAFT_DECODE:
+        return 0
+    serves_all = lookup(case.backend, "backend", "wrapper").family == "steps"
+    return case.draft_steps if serves_all or case.topk > 1 else 0
 
 
 def added_tokens(case: Case) -> int:

@@ -194,7 +194,9 @@ class MultiStepDraft(Forwarding):
         if not self.recorded:  # first, as inner backends may read the tables
             self._rebuild(fb, self.metadata.get(key, {}))
         if in_capture or not self.family.shares_tables or self.family.plans:
-            self.forward_hook("init_forward_metadata_out_graph", fb, in_capture=in_capture)
+            # A recorded rebuild reads no slots here, and a view of each step's column is work of the host.
+            seen = fb if in_capture or not self.recorded else replace(fb, out_cache_loc=None)
+            self.forward_hook("init_forward_metadata_out_graph", seen, in_capture=in_capture)
         if in_capture:
             self.metadata[key] = self.bind(fb)
         self.forward_metadata = self.metadata[key]

@@ -63,6 +63,10 @@ class Kind:
         return self.mode is Mode.DRAFT_DECODE
 
     @property
+    def steps_at_once(self) -> int:
+        return S if self.tree and self.drafts else 0
+
+    @property
     def tokens(self) -> int:
         return {Mode.DECODE: 1, Mode.DRAFT_DECODE: self.topk}.get(self.mode, N)
 
@@ -84,7 +88,7 @@ class Kind:
         reserve = 0 if extend or self.mode is Mode.DECODE else N
         shape = BatchShape(
             self.mode, BUCKET, self.page_size, self.max_context, self.tokens, reserve, N if extend else 1,
-            self.topk, S,
+            self.topk, self.steps_at_once,
         )  # fmt: skip
         rng = np.random.default_rng(0)
         for live in batch_sequence(shape, pools, seed=1):
@@ -95,7 +99,7 @@ class Kind:
         rng = np.random.default_rng(seed)
         return live_batch(
             self.mode, lengths, rows, pools, self.tokens, rng,
-            topk=self.topk, draft_steps=S, page_size=self.page_size,
+            topk=self.topk, draft_steps=self.steps_at_once, page_size=self.page_size,
         )  # fmt: skip
 
     def replayer(self, arm, pools=None, cls=FlashAttentionBackend, **kwargs) -> Replayer:
@@ -104,7 +108,7 @@ class Kind:
         options = {
             "tokens_per_req": self.tokens,
             "mask_context": self.max_context if self.tree else 0,
-            "slots_per_token": S if self.tree and self.drafts else 1,
+            "slots_per_token": self.steps_at_once or 1,
             "encoder_fill": 7 if "encoder_tokens" in self.extra else None,
         }
         return Replayer.capture(backend, self.mode, BUCKET, arm.placement, **options | kwargs)

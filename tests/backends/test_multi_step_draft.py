@@ -15,7 +15,11 @@ from attn_graph.backends.modes import ForwardMode, Implementation
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.wrappers.forwarding import Forwarding, forwards_hooks, hooks
 from attn_graph.backends.wrappers.multi_step_draft import FAMILIES, MultiStepDraft, last_draft_column
-from attn_graph.profilers.conformance.faults.multi_step_draft import ConsecutiveBranches, FollowersLeftAlone
+from attn_graph.profilers.conformance.faults.multi_step_draft import (
+    ConsecutiveBranches,
+    FirstOfAllSlots,
+    FollowersLeftAlone,
+)
 from golden_replays import Golden, cases
 from rebuilds import ARMS, Replayer, host_pools, replayed
 
@@ -43,7 +47,7 @@ def replayer(arm, c, pools=None, lens=torch.int64, cls=MultiStepDraft, bucket=BU
     wrapper = cls(c, pools or pools_for(c), arm.implementation, recorded=arm.placement.value != "eager")
     return Replayer.capture(
         wrapper, Mode.DRAFT_DECODE, bucket, arm.placement, tokens_per_req=max(c.topk, 1), lens=lens,
-        slots_per_token=c.draft_steps if c.topk > 1 else 1,
+        slots_per_token=c.draft_steps,
     )  # fmt: skip
 
 
@@ -327,7 +331,8 @@ def test_steps_share_the_first_ones_metadata_and_write_to_their_own_column(inner
 def test_slots_of_one_step_serve_every_step_as_they_are(arm):
     c = v4_config("deepseek_v4", steps=3)
     own = v4_replayer(arm, c, bucket=2, slots=1)
-    assert own.differences(batch_of(c, [17, 260], own.backend.pools)) == []
+    every = batch_of(c, [17, 260], own.backend.pools)
+    assert own.differences(replace(every, out_cache_loc=every.out_cache_loc[::3])) == []
 
 
 def test_steps_alias_what_their_wrapper_says_and_nothing_else():
@@ -356,9 +361,9 @@ def test_steps_that_differ_in_slots_only_cost_one_rebuild_and_one_launch_more():
         pools = pools_for(c, swa=True)
         live = with_all_slots(batch_of(c, [33, 64], pools), pools, steps)
         eager, graph = (v4_replayer(arm, c, pools=pools) for arm in (FUSED, FUSED_GRAPH))
-        for own, wanted in ((eager, launches), (graph, 0)):
+        for own, wanted in ((eager, (1, 1, 0, launches)), (graph, (0, 0, 0, 0))):
             got = own.counts(live)  # inner 0's view of its column is all that is dispatched
-            assert (got.dispatches, got.views, got.syncs, got.launches) == (1, 1, 0, wanted)
+            assert (got.dispatches, got.views, got.syncs, got.launches) == wanted
         assert graph.runner.graphs[BUCKET].nodes == launches
 
 
@@ -398,20 +403,14 @@ def test_recorded_cases_of_slots_only_families_are_reproduced(path, arm):
     assert wrong > 0
 
 
-class FirstOfAllSlots(MultiStepDraft):
-    """Upstream: every step gets the first B entries of the slots of all steps."""
-
-    def rebuild_aten(self, fb, md):
-        super().rebuild_aten(replace(fb, out_cache_loc=fb.out_cache_loc[: fb.batch_size]), md)
-
-
 @pytest.mark.parametrize("fault", [FirstOfAllSlots, FollowersLeftAlone])
 def test_locations_of_no_step_and_of_an_earlier_batch_are_found(fault):
     c = v4_config("deepseek_v4")
     own = v4_replayer(ATEN, c, fault)
     live = with_all_slots(batch_of(c, [256, 4, 255], own.backend.pools), own.backend.pools, 4)
     lines = own.differences(live)
-    assert lines and all(line.startswith(("step1.", "step2.")) and "out" in line for line in lines)
+    assert lines and all("out" in line for line in lines)
+    assert {line.split(".")[0] for line in lines} >= {"step1", "step2"}
 
 
 def batch_of(c, lengths, pools):

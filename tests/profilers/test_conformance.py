@@ -12,7 +12,7 @@ from attn_graph.backends.modes import Arm, ForwardMode
 from attn_graph.backends.oracle import Expected
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.forwarding import Forwarding
-from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
+from attn_graph.backends.wrappers.multi_step_draft import FAMILIES, MultiStepDraft
 from attn_graph.profilers.conformance import CHECKS, Note, Skip, Subject, judge, verify
 from attn_graph.profilers.conformance.device import next_tables
 from attn_graph.profilers.conformance.faults import known_faults
@@ -485,6 +485,22 @@ def test_the_sequence_mixes_sizes_and_an_idle_subject_idles_every_other_step():
     assert sizes[:4] == [3, 2, 3, 2] and 1 in sizes
     idle = [live.batch_size for live in subject(mode=ForwardMode.IDLE).batches()]
     assert idle[1::2] == [0] * (len(idle) // 2) and all(idle[::2])
+
+
+@pytest.mark.parametrize("inner", sorted(FAMILIES))
+def test_a_multi_step_draft_brings_the_write_slots_of_all_steps_of_a_chain_too(inner):
+    """As its runner hands them over: [B, K, S] flat, a step's own column in each request's part."""
+    page = 256 if inner.startswith("deepseek") else 64
+    sizes = Sizes(page, 300, (2, 5), swa=True, steps=4, draft_steps=4, options=(("inner", inner),))
+    on = sizes.subject("multi_step_draft", ForwardMode.DRAFT_DECODE, DEVICE, ATEN[:1], seed=0)
+    table = on.pools.req_to_token.cpu().numpy()
+    for live in on.batches():
+        columns = live.seq_lens[:, None] + np.arange(4)
+        np.testing.assert_array_equal(live.out_cache_loc, table[live.req_pool_indices[:, None], columns].ravel())
+    rig = on.rig(ATEN[0])
+    assert rig.slots.slots_per_req == 4 and rig.slots.tokens_per_req == 1
+    alone = SMALL.subject("trtllm_mha", ForwardMode.DRAFT_DECODE, DEVICE, ATEN[:1], seed=0)
+    assert {len(live.out_cache_loc) // live.batch_size for live in alone.batches()} == {1}
 
 
 def test_lengths_reach_the_whole_context_although_drafts_come_on_top():

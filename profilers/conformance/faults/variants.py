@@ -20,14 +20,16 @@ def variant(
     mode: ForwardMode = ForwardMode.DECODE,
     arm: Arm = CLASSIC,
     extra: dict[str, Any] | None = None,
+    over: str = "",
 ) -> Fault:
     """The fault that is `broken` instead of the backend it derives from; ``WrongThing`` is called ``wrong-thing``.
 
     extra: options of the backend under which it shows.
+    over: of a wrapper, the backend inside, where the fault is shown with several; part of the name.
     """
     return Fault(
-        name=re.sub(r"(?<!^)(?=[A-Z])", "-", broken.__name__).lower(),
-        title=" ".join(broken.__doc__.split()).rstrip("."),
+        name=name_of(broken) + (f"-{over}" if over else ""),
+        title=title_of(broken) + (f" ({over})" if over else ""),
         caught_by=caught_by,
         mode=mode,
         sizes=sizes,
@@ -35,3 +37,11 @@ def variant(
         broken=lambda subject: subject.but(backend_class=broken),
         on=lambda subject: subject.but(extra=extra) if extra else subject,
     )
+
+
+def name_of(broken: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", broken.__name__).lower()
+
+
+def title_of(broken: type) -> str:
+    return " ".join(broken.__doc__.split()).rstrip(".")
