@@ -238,7 +238,8 @@ def test_without_a_home_directory_the_store_is_in_a_folder_that_is_named(cli, tm
 
 @pytest.mark.gpu
 def test_a_choice_is_stored_and_named_by_the_next_look_up(tune, tmp_path):
-    ended = tune("--bs", "8", "--no-swa", "--max-context", "8192", "--json", "--out", "log.csv")
+    chosen = ("--backend", "trtllm_mha", "--no-swa")  # by default there is one backend for each kernel
+    ended = tune(*chosen, "--bs", "8", "--max-context", "8192", "--json", "--out", "log.csv")
     assert ended.code == 0, ended.err
     (case,) = json.loads(ended.out)["cases"]
     found = store.lookup(Key(**case["key"]))
@@ -250,7 +251,7 @@ def test_a_choice_is_stored_and_named_by_the_next_look_up(tune, tmp_path):
 @pytest.mark.gpu
 def test_a_time_budget_on_a_gpu_is_kept_and_what_is_left_out_is_said(tune):
     started = time.monotonic()
-    ended = tune("--bs", "64", "--no-swa", "--time-budget", "1", "--json")
+    ended = tune("--backend", "trtllm_mha", "--bs", "64", "--no-swa", "--time-budget", "1", "--json")
     assert time.monotonic() - started < 60
     (case,) = json.loads(ended.out)["cases"]
     assert any(c["cause"] == "time_budget" for c in case["candidates"])

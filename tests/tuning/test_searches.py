@@ -96,7 +96,7 @@ def of_an_h200():
     """What was measured of each shape: every candidate where it was searched through, else what a search tried."""
     whole = {one.case: one for one in read_log(H200 / "tune_exhaustive.csv.gz")}
     partly = list(read_log(H200 / "tune.csv.gz"))
-    assert len(whole) == 7 and len(partly) == 24
+    assert len(whole) == 7 and len(partly) == 28
     return partly, [whole.get(one.case, one) for one in partly], [one for one in whole.values()]
 
 
@@ -113,7 +113,7 @@ def test_on_an_h200_what_was_seen_in_other_cases_finds_the_fastest_in_twenty_tri
         informed = [run for run in runs if run.informed]
         assert informed
         assert min(run.speed(20) for run in informed) >= GOOD_ENOUGH
-        assert sum(len(run.us) for run in informed) / len(informed) <= 30
+        assert sum(len(run.us) for run in informed) / len(informed) <= 40, "a third of a space of pages"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -302,7 +302,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "h200"
 def test_the_table_of_the_h200_is_what_its_logs_say():
     """Every choice is a finalist of a log, with its time, beside the default's."""
     entries = list(store._read(SHIPPED / "h200.json").entries())
-    assert len(entries) == 25
+    assert len(entries) == 28
     assert {entry.key.kernel for entry in entries} == {kernel.name for kernel in KERNELS.values()}
     logs = [pd.read_csv(RESULTS / name, dtype=str) for name in ("tune.csv.gz", "tune_exhaustive.csv.gz")]
     for entry in entries:
@@ -327,10 +327,9 @@ def test_on_the_held_out_shapes_of_the_h200_the_table_gives_nothing_that_was_slo
         found = store.nearest(replace(like, bucket=shape.bucket, context=shape.context), entries)
         given.append(found[0] if found else DEFAULT)
     assert given == held["rule"].tolist()
-    tuned = held[[rule != DEFAULT for rule in given]]
-    assert len(held) == 21 and len(tuned) == 17
-    assert (tuned["verdict"] != "slower").all()
-    assert held.loc[held["verdict"] == "slower", "rule"].tolist() == [DEFAULT] * 4
+    tuned = held[held["rule"] != DEFAULT]
+    assert (len(held), len(tuned)) == (21, 16)
+    assert not set(tuned["verdict"]) & {"slower", "not measured"}
     assert np.exp(np.log(tuned["ratio"]).mean()) < 0.9
 
 
