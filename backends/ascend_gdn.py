@@ -62,6 +62,8 @@ class AscendGdnBackend(MambaBackend):
         shared_between_modes=MambaBackend.allowances.shared_between_modes | {"mamba_cache_indices_gdn"}
     )
 
+    has_rings = False
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.token_indices = self._ints(-1, max_num_tokens)

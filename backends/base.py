@@ -95,6 +95,7 @@ class Allowances:
         syncs_per_request: how often it then waits for the device.
         lists_read: lists of numbers it reads from the device: each is a copy first, which a host that is the device
             does without.
+        advances: tables of the engine, by name in `Pools`, that every rebuild carries on: it may run only once a step.
     """
 
     aliases: frozenset[frozenset[str]] = frozenset()
@@ -105,6 +106,7 @@ class Allowances:
     dispatches_per_request: Mapping[str, int] = field(default_factory=dict)
     syncs_per_request: int = 0
     lists_read: int = 0
+    advances: frozenset[str] = frozenset()
 
 
 class AttentionBackend(ABC):

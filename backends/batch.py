@@ -18,7 +18,7 @@ from .modes import ForwardMode
 PADDING_ROW = 0
 """Row of req_to_token that padding points at; all zeros, never a live request."""
 
-RING_LENGTH = 3
+RING_LENGTH = 5
 """Entries of a replay ring of made-up pools: short, so that a few steps go all around."""
 
 

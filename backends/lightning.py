@@ -54,6 +54,8 @@ class LightningBackend(MambaBackend):
         shared_between_modes=MambaBackend.allowances.shared_between_modes | {"q_lengths", "has_initial_states"}
     )
 
+    has_rings = False
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self.config.topk > 1:
             raise ConfigError(f"lightning has no draft trees: topk must be at most 1, got {self.config.topk}")

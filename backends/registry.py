@@ -267,6 +267,14 @@ BUILTIN: tuple[BackendInfo, ...] = (
         family="linear_state",
         pattern="A",
         modes=(*DECODE_MODES, "target_verify"),
+        options={
+            "decode": ({"variant": "gdn", "ring_interval": 3}, {"variant": "kda", "ring_interval": 3}),
+            "idle": ({"variant": "gdn", "ring_interval": 3},),
+            "target_verify": (
+                {"variant": "gdn", "ring_interval": 3},
+                {"variant": "mamba2", "ring_interval": 3, "ring_in_verify": True},
+            ),
+        },
         target=".mamba:MambaBackend",
         note="metadata only, counts where the engine says how many rows are padding; no state kernel is run",
         dispatches={"decode": (11, None), "idle": (12, None), "target_verify": (11, None)},

@@ -28,6 +28,8 @@ def host_pools(runner: DecodeRunner) -> HostPools:
         swa_write=pools.swa_write,
         state_slots=_host(pools.state_slots),
         physical_slots=_host(pools.physical_slots),
+        ring_cursors=_copy(pools.ring_cursors),
+        ring_length=pools.ring_length,
     )
 
 
@@ -98,6 +100,11 @@ def _first(path: str, field: Expected, found: np.ndarray, seed: int) -> Disagree
         return None
     i = tuple(int(x) for x in wrong[0])
     return Disagreement(path, i, int(wanted[i]), int(found[i]), untouched=not held[i])
+
+
+def _copy(x: torch.Tensor | None) -> np.ndarray | None:
+    """On the host, and not what a rebuild is going to change."""
+    return None if x is None else _host(x).copy()
 
 
 def _host(x: torch.Tensor | None) -> np.ndarray | None:

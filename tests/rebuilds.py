@@ -23,7 +23,8 @@ def host_pools(pools: Pools) -> HostPools:
     there = lambda x: None if x is None else x.cpu().numpy()  # noqa: E731
     tables = (pools.req_to_token, pools.full_to_swa, pools.state_slots, pools.physical_slots)
     table, mapping, states, physical = map(there, tables)
-    return HostPools(table, mapping, pools.swa_write, states, physical)
+    cursors = None if pools.ring_cursors is None else pools.ring_cursors.cpu().numpy().copy()  # a rebuild moves them
+    return HostPools(table, mapping, pools.swa_write, states, physical, cursors, pools.ring_length)
 
 
 @dataclass(slots=True)

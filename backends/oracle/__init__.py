@@ -41,6 +41,12 @@ class Expected:
         return Expected(values, np.zeros(values.shape, dtype=bool), np.ones(values.shape, dtype=bool))
 
     @staticmethod
+    def state(values: np.ndarray) -> Expected:
+        """What a rebuild reads and carries on: `values` behind it, and poisoned never, for it goes on from what is
+        there."""
+        return Expected.preset(values)
+
+    @staticmethod
     def prefix_sum(counts: np.ndarray, dtype: type = np.int32) -> Expected:
         """[B + 1]: zero, then the running sum; index 0 is set once and not rewritten."""
         values = np.zeros(len(counts) + 1, dtype=dtype)
@@ -92,13 +98,15 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostPools:
-    """The engine's tables on the host: see `batch.Pools`."""
+    """The engine's tables on the host, as they are before a rebuild: see `batch.Pools`."""
 
     req_to_token: np.ndarray
     full_to_swa: np.ndarray | None = None
     swa_write: bool = True
     state_slots: np.ndarray | None = None
     physical_slots: np.ndarray | None = None
+    ring_cursors: np.ndarray | None = None
+    ring_length: int = 0
 
 
 def pages(length: int, page_size: int) -> int:

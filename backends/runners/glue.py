@@ -31,6 +31,8 @@ def backend_refusal(backend: AttentionBackend) -> str:
         return f"a rebuild by {backend.implementation} may read lengths on the host"
     if halves_batches(backend):
         return "two-batch overlap splits on the host"
+    if backend.allowances.advances:
+        return f"it moves {', '.join(sorted(backend.allowances.advances))}: warm-ups would move them once more"
     return ""
 
 

@@ -93,7 +93,7 @@ def named(own: Allowances, name: str) -> Allowances:
     """A child's allowances, its fields under the child's name."""
 
     def under(paths: frozenset[str]) -> frozenset[str]:
-        return frozenset(path if path.startswith("slots.") else f"{name}.{path}" for path in paths)
+        return frozenset(path if path.startswith(("slots.", "pools.")) else f"{name}.{path}" for path in paths)
 
     return replace(
         own,
@@ -113,4 +113,5 @@ def joined(parts: Mapping[str, Allowances], fused_launches: int) -> Allowances:
         spills=frozenset().union(*(own.spills for own in all_named)),
         unordered=frozenset().union(*(own.unordered for own in all_named)),
         fused_launches=fused_launches,
+        advances=frozenset().union(*(own.advances for own in all_named)),
     )

@@ -108,7 +108,8 @@ def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch
     rewrite when the graph starts: that is what happens here, so that no race has to be won for it to show.
     """
     ours, scheduler, largest = rig.factory.stream, torch.cuda.Stream(rig.subject.device), max(rig.runner.buckets)
-    tables = [(table, table.clone(), following) for table, following in next_tables(rig.subject.pools)]
+    theirs = next_tables(rig.subject.pools, rig.backend.allowances.advances)
+    tables = [(table, table.clone(), following) for table, following in theirs]
     for round_ in range(1 if end == "pre" else RACES):
         with rig.on_stream():
             poisoned = rig.poison(rig.expect(rig.subject.some_batch(largest, seed=round_)), round_)
@@ -131,10 +132,10 @@ def _raced(rig: Rig, end: str, marker: torch.cuda.Event | None) -> list[Mismatch
     return []
 
 
-def next_tables(pools: Pools) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def next_tables(pools: Pools, advanced: frozenset[str] = frozenset()) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each of the engine's tables, and what its scheduler might turn it into: every request and slot has another's
-    entry, and each can still be looked up."""
-    return [(table, table.roll(1, dims=0)) for table in tensors_of(pools).values()]
+    entry, and each can still be looked up. advanced: names of those that are the backend's to write."""
+    return [(table, table.roll(1, dims=0)) for name, table in tensors_of(pools).items() if name not in advanced]
 
 
 @check("C19", "the rebuild may run on a forked stream, and a fork that is not joined cannot be captured")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...backends.base import Allowances, AttentionBackend
+from ...backends.base import Allowances, AttentionBackend, tensors_of
 from ...backends.batch import ForwardBatch, idle_batch
 from ...backends.modes import Arm, ForwardMode, Implementation, Placement
 from ...backends.registry import BackendInfo, registered
@@ -22,7 +22,7 @@ from ..counters import SYNC_OPS, Counts, count
 from ..graphs import CaptureError
 from .findings import Note, Skip, check
 from .pointers import recorded_arms, selected
-from .subject import Rig, Subject, addresses, children_of, scalars_of
+from .subject import Rig, Subject, addresses, changed, children_of, scalars_of
 from .trace import Trace, trace
 
 
@@ -128,7 +128,10 @@ def warmup_hook(subject: Subject) -> Iterator[str]:
     largest = max(subject.buckets)
     for arm in recorded_arms(subject):
         rig = subject.rig(arm, buckets=[largest])
+        tables = {name: t.clone() for name, t in tensors_of(subject.pools).items()}
         with rig.on_stream():
+            rig.load(subject.some_batch(largest))
+            rig.slots.reset(largest)  # as at a capture, for which engines count every row as live
             batch = selected(rig, largest)
             before = _python_state(rig.backend)
             first = trace(rig.backend.init_forward_metadata_in_graph, batch)
@@ -137,6 +140,8 @@ def warmup_hook(subject: Subject) -> Iterator[str]:
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
                     yield f"{name} was {before.get(name)} before a warm-up and is {after.get(name)} after it ({arm})"
+            for name in changed(tables, tensors_of(subject.pools)):
+                yield f"a warm-up changed pools.{name} ({arm})"
             second = trace(rig.backend.init_forward_metadata_in_graph, batch)
             if first.names != second.names:
                 yield f"a first run does {len(first.ops)} operations, one after a warm-up {len(second.ops)} ({arm})"

@@ -96,10 +96,12 @@ def idempotence(subject: Subject) -> Iterator[str]:
             rig.runner.rebuild()
             rig.runner.launch()
             once = _state(rig)
+            rig.put_back()
             rig.runner.rebuild()
             rig.runner.launch()
             yield from _differences(once, _state(rig), f"a second rebuild ({arm}, B={largest})")
             if rig.backend.recorded:
+                rig.put_back()
                 rig.backend.init_forward_metadata_in_graph(rig.runner.capture_batch(largest))
                 yield from _differences(once, _state(rig), f"one more in-graph hook ({arm}, B={largest})")
             bound = addresses(rig.metadata(largest))

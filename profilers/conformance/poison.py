@@ -36,8 +36,8 @@ class Mismatch:
 
     Attributes:
         kind: ``value`` wrong in a written cell; ``stale``: the cell still holds its poison; ``constant``: a preset was
-            overwritten; ``extra``: written although the tail policy leaves it alone; ``outside``: a store behind the
-            bound view; ``shape`` or ``overflow``: the field itself is wrong.
+            overwritten, or state is not what it must be; ``extra``: written although the tail policy leaves it alone;
+            ``outside``: a store behind the bound view; ``shape`` or ``overflow``: the field itself is wrong.
         path: the field.
         index: cell, or element of the storage if outside.
         wanted, found: as the field's integers.
@@ -54,7 +54,7 @@ class Mismatch:
         return {
             "value": f"{at}: wanted {self.wanted}, found {self.found}",
             "stale": f"{at}: wanted {self.wanted}, found its poison {self.found}: not written",
-            "constant": f"{at}: a preset of {self.wanted} was overwritten with {self.found}",
+            "constant": f"{at}: a preset or state that must be {self.wanted} is {self.found}",
             "extra": f"{at}: must be left alone, found {self.found}",
             "outside": f"{self.path}: element {self.index[:1]} of the storage, outside the bound view, was overwritten "
             f"with {self.found}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -140,6 +140,7 @@ class Subject:
     extra: dict[str, Any] | None = None
     runner_class: type[DecodeRunner] = DecodeRunner
     host_pools: HostPools | None = field(default=None, init=False, repr=False)
+    _at_first: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def mode(self) -> ForwardMode:
@@ -232,11 +233,20 @@ class Subject:
                 history += read(unread)
                 unread, held_bytes = [], 0
         history += read(unread)
-        spoilt = changed(tables, tensors_of(self.pools))
+        moving = frozenset().union(*(rig.backend.allowances.advances for rig in rigs.values()))
+        spoilt = [name for name in changed(tables, tensors_of(self.pools)) if name not in moving]
         if spoilt:
             last = history[-1]
             history[-1] = replace(last, mutated=(*last.mutated, *(f"pools.{name}" for name in spoilt)))
         return history
+
+    def put_back(self, tables: Iterable[str]) -> None:
+        """Tables that rebuilds carry on are again what they were at the first call."""
+        for name in tables:
+            table = getattr(self.pools, name)
+            if name not in self._at_first:
+                self._at_first[name] = table.clone()
+            table.copy_(self._at_first[name])
 
     def _thinned(self, arm: Arm) -> int:
         fused_graph = arm.implementation is Implementation.FUSED and arm.placement is Placement.GRAPH
@@ -322,8 +332,13 @@ class Rig:
         """Metadata tensors of the batch that is loaded."""
         return tensors_of(self.metadata(self.runner.bucket))
 
+    def put_back(self) -> None:
+        """Undo what rebuilds did to the engine's tables."""
+        self.subject.put_back(self.backend.allowances.advances)
+
     def load(self, live: LiveBatch) -> StepInputs:
-        """Hand a batch to the runner."""
+        """Hand a batch to the runner. What rebuilds carry on starts where every other replay's does."""
+        self.put_back()
         here, there = (
             upload(live, device, lens=self.subject.lens, rows=self.subject.rows)
             for device in (torch.device("cpu"), self.subject.device)
