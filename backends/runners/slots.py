@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -147,6 +148,11 @@ class StaticSlots:
         self._rules[name] = SlotRule(per_req, init, pad, host)
         setattr(self, name, buffer)
         return buffer
+
+    @property
+    def rules(self) -> Mapping[str, SlotRule]:
+        """How each slot is filled, by name."""
+        return self._rules
 
     def reset(self, bucket: int) -> None:
         """What a capture of `bucket` must find, whoever used the buffers before."""

@@ -13,7 +13,7 @@ import torch
 
 from ...backends.modes import Arm, ForwardMode
 from ...backends.registry import lookup
-from .faults import Fault, known_faults
+from .faults import Fault, RunnerFault, known_faults
 from .findings import CHECKS, Finding, judge, raised
 from .interpreter import lighten
 from .matrix import HAVE_METADATA, Sizes, possible_sizes
@@ -41,6 +41,7 @@ class _Piece:
     """Something to do for one backend and mode, in any process.
 
     Attributes:
+        backend: or runner, by name.
         device: by name; ``cuda`` is the process's own of all GPUs.
     """
 
@@ -204,11 +205,11 @@ class KnownFault(_Piece):
         return Found((caught(fault, self.backend, device),))
 
 
-def caught(fault: Fault, backend: str, device: torch.device) -> Finding:
+def caught(fault: Fault | RunnerFault, backend: str, device: torch.device) -> Finding:
     """Whether each check that must catch a fault does, and passes without it."""
     row = partial(Finding, backend, str(fault.mode), f"fault:{fault.name}")
     try:
-        sound = fault.on(fault.sizes.subject(backend, fault.mode, device, fault.arms, seed=0))
+        sound = fault.sound(backend, device)
     except OSError as error:
         return row("skip", f"{fault.title}: this machine cannot show it: {error}")
     broken = fault.broken(sound)
@@ -259,8 +260,7 @@ def verify(
         if info.kind == "runner":
             if of_runners:
                 queue.add(OfRunner(mode=m, checks=of_runners, **of) for m in own if asked is None or m in asked)
-            continue
-        if rules:
+        elif rules:
             queue.add(Plan(mode=m, full=full, checks=rules, **of) for m in own if asked is None or m in asked)
         for fault in known_faults(name) if any(c.startswith("fault") for c in wanted) else ():
             if {"faults", f"fault:{fault.name}"} & set(wanted):

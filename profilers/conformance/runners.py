@@ -21,6 +21,7 @@ from ...backends.batch import Pools, idle_batch, live_batch, make_pools
 from ...backends.modes import ForwardMode, Implementation, Placement, ReadEnd
 from ...backends.oracle import HostBatch, HostPools
 from ...backends.registry import lookup
+from ...backends.runners.drafting import DraftStep
 from ...backends.runners.fork import ForkedPrep, ForkError
 from ...backends.runners.glue import GlueGraphs
 from ...backends.runners.graph_runner import GraphRunner
@@ -28,8 +29,6 @@ from ...backends.runners.inputs import StepInputs, upload
 from ...backends.runners.multi_layer_eagle_draft_extend import LayerOutput
 from ...backends.runners.read_done import ReadDone
 from ...backends.runners.slots import StaticSlots
-from ...backends.trtllm_mha import TrtllmMhaBackend
-from ...backends.wrappers.multi_step_draft import MultiStepDraft
 from ..graphs import GraphFactory
 from ..recorded import RecordedGraph
 from .findings import Note, Skip, check
@@ -43,6 +42,15 @@ CONFIG = AttentionConfig(
 LENGTHS = ((20, 99, 40, 17), (90, 8, 30), (9, 64), (33,))
 """Full, padded, the smaller size, padded."""
 
+BACKENDS = {"eagle_draft": "multi_step_draft", "frozen_kv_mtp": "flashattention"}
+"""What a runner is looked at with; trtllm_mha if nothing is said."""
+
+BRANCHES = {"frozen_kv_mtp": 2}
+"""Rows of a request, where there are several."""
+
+CLEARED = {"frozen_kv_mtp": {"bonus_tokens": 0, "hidden_states": 0}}
+"""Further slots whose padding is reset, and to what."""
+
 
 @dataclass(eq=False)
 class RunnerSubject:
@@ -51,13 +59,17 @@ class RunnerSubject:
     Attributes:
         cls: the runner's class, or a faulty variant of it.
         log: what happened, in order.
+        bound: what captures found in their slots, in order.
+        written: write slots that the forward pass of a draft step saw, by rows and step.
     """
 
     name: str
     mode: ForwardMode
     device: torch.device
     cls: type[GraphRunner]
-    log: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list, init=False)
+    bound: list[AtCapture] = field(default_factory=list, init=False)
+    written: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(name: str, mode: ForwardMode, device: torch.device) -> RunnerSubject:
@@ -70,14 +82,24 @@ class RunnerSubject:
 
     @property
     def title(self) -> str:
-        return f"{self.cls.__name__} over {'multi_step_draft of ' * self.drafts}trtllm_mha, B=2/4"
+        inner = f" of {CONFIG.extra['inner']}" if self.drafts else ""
+        return f"{self.cls.__name__} over {self.backend}{inner}, B=2/4"
+
+    @property
+    def backend(self) -> str:
+        return BACKENDS.get(self.name, "trtllm_mha")
+
+    @property
+    def branches(self) -> int:
+        return BRANCHES.get(self.name, 1)
 
     @property
     def drafts(self) -> bool:
         return self.name == "eagle_draft"
 
     def but(self, **changes: Any) -> RunnerSubject:
-        return replace(self, log=[], **changes)
+        """A copy with other attributes; nothing that happened is kept."""
+        return replace(self, **changes)
 
     def pools(self, seed: int = 0) -> Pools:
         return make_pools(rows=9, width=CONTEXT + 8, page_size=16, swa=False, seed=seed, device=self.device)
@@ -88,6 +110,8 @@ class RunnerSubject:
         """A runner that has captured nothing yet."""
         pools = pools or self.pools()
         make = partial(self._backend, pools, recorded)
+        if self.drafts:
+            options.setdefault("forward", self._note_slots)
         placement = Placement.GRAPH if recorded else Placement.EAGER
         graphs = graphs or _noting_graphs(self.log)
         if self.name == "decode":
@@ -108,25 +132,33 @@ class RunnerSubject:
         return self.cls(backend, BUCKETS, slots, placement, graphs, **options)
 
     def _backend(self, pools: Pools, recorded: bool, name: str = "") -> AttentionBackend:
-        backend = _noting(MultiStepDraft if self.drafts else TrtllmMhaBackend, self.log)(
-            CONFIG, pools, Implementation.FUSED, recorded=recorded
-        )
+        config = replace(CONFIG, topk=self.branches)
+        noting = _noting(lookup(self.backend, "backend", "wrapper").load(), self)
+        backend = noting(config, pools, Implementation.FUSED, recorded=recorded)
         backend.name = name
         return backend
 
+    def _note_slots(self, step: DraftStep) -> None:
+        key = step.batch.batch_size, step.index
+        if key not in self.written:  # in a warm-up, so in no graph's memory
+            self.written[key] = torch.zeros_like(step.out_cache_loc)
+        self.written[key].copy_(step.out_cache_loc)
+
     def step(self, lengths: tuple[int, ...], pools: Pools) -> StepInputs:
-        """A batch of so many requests; none is an idle one."""
+        """A batch of so many requests, a row for each of their branches; none is an idle one."""
         if not lengths:
             return upload(idle_batch(), self.device)
-        tokens, b = _tokens(self.mode), len(lengths)
-        mode = self.mode.captured
-        live = live_batch(mode, lengths, 1 + np.arange(b), pools, tokens, np.random.default_rng(0), draft_steps=3)
+        tokens, b = _tokens(self.mode), len(lengths) * self.branches
+        rows = np.repeat(1 + np.arange(len(lengths)), self.branches)
+        live = live_batch(
+            self.mode.captured, np.repeat(lengths, self.branches), rows, pools, tokens, np.random.default_rng(0),
+            draft_steps=CONFIG.draft_steps if self.drafts else 0,
+        )  # fmt: skip
         step = upload(live, self.device)
-        there = partial(torch.zeros, device=self.device)
+        there = partial(torch.ones, device=self.device)
         if self.drafts:
-            slots = 100 + torch.arange(b * CONFIG.draft_steps, device=self.device)
             also = {"topk_p": there(b, 1), "topk_index": there(b, 1, dtype=torch.int64)}
-            return replace(step, out_cache_loc=slots, hidden_states=there(b, HIDDEN), **also)
+            return replace(step, hidden_states=there(b, HIDDEN), **also)
         if self.name == "decode":
             return step
         return replace(
@@ -143,17 +175,31 @@ def _tokens(mode: ForwardMode) -> int:
 
 
 def _layer(step: Any) -> LayerOutput:
-    return LayerOutput(step.slots["input_ids"][step.slots["select_index"]], step.slots["hidden_states"] * 2)
+    return LayerOutput(step.slots["input_ids"][step.slots["select_index"]], step.slots["hidden_states"] + 1)
 
 
-def _noting(cls: type[AttentionBackend], log: list[str]) -> type[AttentionBackend]:
+@dataclass(frozen=True, slots=True)
+class AtCapture:
+    """What the out-graph hook of a capture of B rows saw."""
+
+    rows: list[int]  # [B]
+    lens: list[int]  # [B]
+    lens_sum: int
+
+
+def _noting(cls: type[AttentionBackend], subject: RunnerSubject) -> type[AttentionBackend]:
     """The backend with its hooks noted."""
+    log = subject.log
 
     class Noting(cls):
         name = ""
 
         def init_forward_metadata_out_graph(self, fb, in_capture=False):
-            log.append(f"{self.name}{'bind' if in_capture else 'out'}")
+            b = fb.batch_size
+            log.append(f"{self.name}{f'bind{b}' if in_capture else 'out'}")
+            if in_capture:
+                lens = fb.seq_lens[:b].tolist()
+                subject.bound.append(AtCapture(fb.req_pool_indices[:b].tolist(), lens, fb.seq_lens_sum))
             super().init_forward_metadata_out_graph(fb, in_capture)
 
         def init_forward_metadata_in_graph(self, fb):
@@ -170,7 +216,7 @@ def _noting(cls: type[AttentionBackend], log: list[str]) -> type[AttentionBacken
     return Noting
 
 
-def _noting_graphs(log: list[str]) -> Callable[[], Any]:
+def _noting_graphs(log: list[str], before_launch: Callable[[], None] = lambda: None) -> Callable[[], Any]:
     class Noting(RecordedGraph):
         def capture(self, body, **options):
             log.append("capture")
@@ -178,6 +224,7 @@ def _noting_graphs(log: list[str]) -> Callable[[], Any]:
 
         def launch(self):
             log.append("launch")
+            before_launch()
             super().launch()
 
     return Noting
@@ -188,12 +235,12 @@ def backends_of(runner: GraphRunner) -> list[AttentionBackend]:
     return list(getattr(runner, "backends", [runner.backend]))
 
 
-def wrong_cells(runner: GraphRunner, step: StepInputs, tables: HostPools) -> Iterator[str]:
+def wrong_cells(subject: RunnerSubject, runner: GraphRunner, step: StepInputs, tables: HostPools) -> Iterator[str]:
     """Cells that layers read and that are not the oracle's, one a field, of the step that was replayed."""
-    view, slots = runner.view, runner.slots
+    view, slots, mode = runner.view, runner.slots, subject.mode.captured
     rows = {name: x.cpu().numpy() for name, x in slots.slices(view.batch_size).items()}
     batch = HostBatch(
-        mode=str(runner.mode),
+        mode=str(mode),
         req_pool_indices=rows["req_pool_indices"],
         seq_lens=rows["seq_lens"],
         out_cache_loc=rows["out_cache_loc"],
@@ -202,20 +249,26 @@ def wrong_cells(runner: GraphRunner, step: StepInputs, tables: HostPools) -> Ite
         positions=rows["positions"],
         live_requests=view.batch_size - view.num_padding,
         seq_lens_fill=slots.fill_value,
-        extend_seq_lens=rows.get("extend_seq_lens") if runner.mode is Mode.DRAFT_EXTEND_V2 else None,
+        extend_seq_lens=rows.get("extend_seq_lens") if mode is Mode.DRAFT_EXTEND_V2 else None,
     )
+    live = f"({step.batch_size} live in B={view.batch_size})"
     for number, backend in enumerate(backends_of(runner)):
-        got = tensors_of(backend.metadata[runner.mode, view.batch_size])
+        if (mode, view.batch_size) not in backend.metadata:
+            yield f"nothing is bound for {mode}, but for {', '.join(str(m) for m, _ in backend.metadata)}"
+            return
+        got = tensors_of(backend.metadata[mode, view.batch_size])
         for path, want in backend.expected(batch, tables).items():
             found = got[path].cpu().numpy()
             wrong = np.argwhere((found != want.values) & want.live)
             if len(wrong):
                 i = tuple(wrong[0])
                 at = ", ".join(map(str, i))
-                yield (
-                    f"{f'layer {number}: ' if number else ''}{path}[{at}]: wanted {want.values[i]}, found {found[i]} "
-                    f"({step.batch_size} live in B={runner.bucket})"
-                )
+                at = f"{f'layer {number}: ' if number else ''}{path}[{at}]"
+                yield f"{at}: wanted {want.values[i]}, found {found[i]} {live}"
+    for (size, i), seen in subject.written.items():
+        column = batch.out_cache_loc.reshape(-1, CONFIG.draft_steps)[:, i].tolist()
+        if size == view.batch_size and seen.tolist() != column:
+            yield f"step {i} writes to {seen.tolist()}, wanted {column} {live}"
 
 
 def _host(pools: Pools) -> HostPools:
@@ -228,11 +281,12 @@ def order_of_hooks(subject: RunnerSubject) -> Iterator[str]:
     pools = subject.pools()
     runner = subject.built(pools=pools)
     runner.capture()
-    names = [backend.name for backend in backends_of(runner)]
-    once = [f"{n}bind" for n in names]
-    for n in names:
-        once += ["capture", *[f"{n}in", f"{n}warm"] * 2, f"{n}in"]
-    yield from _other_order("capture", subject.log, once * len(BUCKETS))
+    names, wanted = [backend.name for backend in backends_of(runner)], []
+    for bucket in sorted(BUCKETS, reverse=True):
+        wanted += [f"{n}bind{bucket * subject.branches}" for n in names]
+        for n in names:
+            wanted += ["capture", *[f"{n}in", f"{n}warm"] * 2, f"{n}in"]
+    yield from _other_order("capture", subject.log, wanted)
     del subject.log[:]
     runner.load_batch(subject.step((20, 30, 40), pools))
     if subject.log:
@@ -248,27 +302,56 @@ def _other_order(what: str, did: list[str], wanted: list[str]) -> Iterator[str]:
         yield f"{what}: step {i} is {found}, wanted {due} (did {' '.join(did)})"
 
 
-@check("R2", "slots behind the live rows are reset before every replay, and the hook is told how many there are",
-       of="runner")  # fmt: skip
+@check("R2", "captures find slots reset and leave them so; slots behind the live rows are reset before every replay, "
+       "and the hook is told how many there are, and no host lengths of an earlier step", of="runner")  # fmt: skip
 def padding_of_slots(subject: RunnerSubject) -> Iterator[str]:
     pools = subject.pools()
     runner = subject.built(pools=pools)
-    runner.capture()
+    yield from _wrong_captures(subject, runner)
     fill, tokens = runner.slots.fill_value, runner.slots.tokens_per_req
+    pads = {"req_pool_indices": 0, "seq_lens": fill, "seq_lens_cpu": fill, "positions": 0, "out_cache_loc": 0}
+    pads |= CLEARED.get(subject.name, {})
+    widths = {"positions": tokens, "out_cache_loc": runner.slots.slots_per_req}
     for lengths in (LENGTHS[0], LENGTHS[1], ()):
         step = subject.step(lengths, pools)
         runner.load_batch(step)
         rows, live, b = runner.slots.slices(runner.view.batch_size), step.batch_size, runner.view.batch_size
         if runner.view.num_padding != b - live:
             yield f"the hook is told of {runner.view.num_padding} padded rows, there are {b - live}"
-        for name, pad, width in (
-            ("req_pool_indices", 0, 1), ("seq_lens", fill, 1), ("seq_lens_cpu", fill, 1), ("positions", 0, tokens),
-            ("out_cache_loc", 0, runner.slots.slots_per_req),
-        ):  # fmt: skip
-            found, given = rows[name].tolist(), getattr(step, name).tolist()
-            wanted = [*given, *[pad] * (b * width - len(given))]
-            if found[: len(wanted)] != wanted:
-                yield f"slots.{name} is {found}, wanted {wanted} ({live} live in B={b})"
+        for when, act in (("loaded", lambda: None), ("replayed", runner.replay)):
+            act()
+            for name, pad in pads.items():
+                given = getattr(step, name)
+                wanted = torch.full_like(rows[name], pad)[: b * widths.get(name, 1)]
+                if given is not None:  # an idle step brings none
+                    wanted[: len(given)] = given
+                found = rows[name][: len(wanted)]
+                if not torch.equal(found, wanted):
+                    found, wanted = found.tolist(), wanted.tolist()
+                    yield f"slots.{name} is {found}, wanted {wanted} ({live} live in B={b}, {when})"
+    runner.load_batch(replace(subject.step(LENGTHS[1], pools), seq_lens_cpu=None))
+    if runner.view.seq_lens_cpu is not None or runner.view.seq_lens_sum is not None:
+        yield "the hook gets host lengths that the step does not have: they are an earlier one's"
+
+
+def _wrong_captures(subject: RunnerSubject, runner: GraphRunner) -> Iterator[str]:
+    """Capture over slots that somebody else has used, as those of a shared pool: what was found, and what was left."""
+    whole = runner.slots.slices(max(BUCKETS) * subject.branches)
+    for x in whole.values():
+        x.fill_(1)
+    dirty = {name: x.clone() for name, x in whole.items()}
+    runner.capture()
+    fill = runner.slots.fill_value
+    for saw in subject.bound:
+        b = len(saw.lens)
+        if (saw.rows, saw.lens, saw.lens_sum) != ([0] * b, [fill] * b, b * fill):
+            found = f"rows {saw.rows}, lengths {saw.lens} and their sum {saw.lens_sum}"
+            yield f"a capture of B={b} found {found}: those of whoever had the slots before"
+    rules = runner.slots.rules
+    for name, x in whole.items():
+        held = dirty[name] if rules[name].pad is None else torch.full_like(x, rules[name].init)
+        for i in (x != held).nonzero().tolist()[:1]:
+            yield f"captures leave {x[tuple(i)]} in slots.{name}[{', '.join(map(str, i))}], {held[tuple(i)]} was there"
 
 
 @check("R3", "after every replay the metadata is the oracle's for the batch that was loaded: full, padded, idle",
@@ -287,7 +370,7 @@ def values_of_replays(subject: RunnerSubject) -> Iterator[str]:
                 step = subject.step(lengths, pools)
                 runner.load_batch(step)
                 runner.replay()
-                yield from wrong_cells(runner, step, _host(pools))
+                yield from wrong_cells(subject, runner, step, _host(pools))
     yield Note(f"{replays} replays")
 
 
@@ -306,7 +389,7 @@ class _Events:
         return event
 
 
-@dataclass
+@dataclass(eq=False)
 class _Event:
     source: _Events
     name: str
@@ -316,25 +399,45 @@ class _Event:
         self.source.then()
 
 
+class _Watched(ReadDone):
+    """Tells what a scheduler that looks now would wait for."""
+
+    @property
+    def published(self) -> _Event | None:
+        return self._event
+
+
 @check("R4", "a read-done event is published in the declared place, and rows rewritten at that moment harm nobody",
        of="runner")  # fmt: skip
 def read_done_events(subject: RunnerSubject) -> Iterator[str]:
     for recorded in (False, True):
         pools = subject.pools()
         events = _Events(subject.log)
-        read_done = ReadDone(events)
-        runner = subject.built(recorded=recorded, pools=pools, read_done=read_done)
+        read_done = _Watched(events)
+
+        def look(read_done: _Watched = read_done, events: _Events = events) -> None:
+            """Whoever waits for a marker before the launch waits for its record of the replay before, and goes on."""
+            if read_done.published is not None and read_done.published.name == "marker":
+                events.then()
+
+        graphs = _noting_graphs(subject.log, look)
+        runner = subject.built(recorded=recorded, graphs=graphs, pools=pools, read_done=read_done)
         runner.capture()
-        events.then = lambda pools=pools: pools.req_to_token.add_(16 * 1000)
         end = max(backend.shared_read_ends(runner.mode) for backend in backends_of(runner))
         for lengths in (LENGTHS[0], LENGTHS[1]):
+            events.then = lambda: None
+            read_done.before_launch(ReadEnd.PRE_REPLAY)
+            earlier = read_done.published  # of a phase before this one, which nobody has taken
+            events.then = lambda pools=pools: pools.req_to_token.add_(16 * 1000)
             step, before = subject.step(lengths, pools), _host(pools)
             runner.load_batch(step)
             runner.replay()
-            for problem in wrong_cells(runner, step, before):
+            for problem in wrong_cells(subject, runner, step, before):
                 yield f"{problem}: the table was rewritten when its readers had said they were done (reads end {end})"
             event = read_done.take()
-            if (event is None) is not (end is ReadEnd.UNKNOWN):
+            if event is earlier:
+                yield f"the event of an earlier phase was left to be waited for, reads end {end}"
+            elif (event is None) is not (end is ReadEnd.UNKNOWN):
                 yield f"{'no event' if event is None else event.name} was published, reads end {end}"
             if read_done.take() is not None:
                 yield "an event was handed out twice"
@@ -365,7 +468,7 @@ def forked_hook(subject: RunnerSubject) -> Iterator[str]:
             lens = md.cache_seqlens_int32.tolist()
             if seen.tolist()[: runner.bucket] != lens:
                 yield f"the forward pass read {seen.tolist()}, this step's lengths are {lens}"
-            yield from wrong_cells(runner, step, _host(pools))
+            yield from wrong_cells(subject, runner, step, _host(pools))
         never = ForkedPrep(torch.cuda.Stream(subject.device) if gpu else None)
         try:
             subject.built(graphs=factory, pools=pools, fork=never).capture()
@@ -389,7 +492,7 @@ def glue_routing(subject: RunnerSubject) -> Iterator[str]:
             step = subject.step(lengths, pools)
             runner.load_batch(step)
             runner.replay()
-            yield from wrong_cells(runner, step, _host(pools))
+            yield from wrong_cells(subject, runner, step, _host(pools))
     glue = runner.glue_graphs
     full = sum(len(lengths) in BUCKETS for lengths in (*LENGTHS, LENGTHS[0]))
     if glue.routed != full:

@@ -121,6 +121,14 @@ def test_a_table_says_what_passed_and_why_the_rest_was_skipped(cli):
     assert caught == known and int(known) >= 30
 
 
+def test_faults_of_runners_are_told_like_those_of_backends(cli):
+    done = cli("verify", "--backend", "eagle_draft_extend,multi_layer_eagle_draft_extend", "--check", "R5,faults")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert "eagle_draft_extend: 4 of 4 known faults are noticed" in lines
+    assert "multi_layer_eagle_draft_extend: 4 of 4 known faults are noticed" in lines
+
+
 def test_a_family_of_checks_is_asked_for_by_its_letter(cli):
     done = cli("verify", "--backend", "trtllm_mha", "--mode", "idle", "--check", "L", "--arm", "aten-graph", "--json")
     found = json.loads(done.out)

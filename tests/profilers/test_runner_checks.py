@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from attn_graph.backends.modes import ForwardMode, ReadEnd
+from attn_graph.backends.modes import ForwardMode
 from attn_graph.backends.registry import registered
 from attn_graph.backends.runners.decode import DecodeRunner
-from attn_graph.backends.runners.eagle_draft import EagleDraftRunner
-from attn_graph.backends.runners.eagle_draft_extend import EagleDraftExtendRunner
-from attn_graph.backends.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from attn_graph.backends.runners.glue import GlueGraphs
-from attn_graph.backends.runners.multi_layer_eagle_draft_extend import MultiLayerEagleDraftExtendRunner
 from attn_graph.profilers.conformance import CHECKS, judge, verify
+from attn_graph.profilers.conformance.faults import known_faults
 from attn_graph.profilers.conformance.runners import RunnerSubject
 from conftest import HAS_GPU
 
-Mode = ForwardMode
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 RUNNERS = [info for info in registered().values() if info.kind == "runner"]
 
@@ -32,114 +25,50 @@ def test_every_runner_passes_in_every_mode(info):
     assert skipped == (set() if info.name == "decode" else {"R5", "R6"})
 
 
-class HookTwice(DecodeRunner):
-    def replay(self):
-        self.rebuild()
-        return super().replay()
+SAID = [
+    ("decode", "launches-before-the-hook", "replay: step 0 is launch, wanted out"),
+    ("decode", "smallest-first", "capture: step 0 is bind2, wanted bind4"),
+    ("decode", "captures-what-is-there", "found rows [1, 1, 1, 1], lengths [1, 1, 1, 1]"),
+    ("decode", "keeps-pool-rows", "slots.req_pool_indices is [1, 2, 3, 4], wanted [1, 2, 3, 0]"),
+    ("decode", "rebinds-slots", "cache_seqlens_int32[0]: wanted 20"),
+    ("decode", "stale-mirror", "host lengths that the step does not have"),
+    ("decode", "publishes-before-the-launch", "readers had said they were done"),
+    ("decode", "hands-the-marker-out-early", "readers had said they were done"),
+    ("decode", "never-checks-the-join", "never joins was captured"),
+    ("decode", "glues-padding", "5 steps went through a graph, 3 fill their size"),
+    ("eagle_draft", "without-in-graph-hook", "step0.cache_seqlens_int32[0]: wanted 21"),
+    ("eagle_draft", "drifting-positions", "slots.positions"),
+    ("eagle_draft", "prefix-of-the-slots", "step 0 writes to"),
+    ("eagle_draft_extend", "publishes-unaudited", "fresh was published, reads end"),
+    ("eagle_draft_extend", "leaves-an-earlier-event", "an earlier phase was left"),
+    ("frozen_kv_mtp", "own-tables", "page_table[0, 0]"),
+    ("frozen_kv_mtp", "sized-by-requests", "batch size 8 exceeds the buffers' 4 rows"),
+    ("frozen_kv_mtp", "keeps-bonus-tokens", "slots.bonus_tokens is [1, 1, 1, 1, 1, 1, 1, 1]"),
+    ("multi_layer_eagle_draft_extend", "defaults-hook", "wanted layer1"),
+    ("multi_layer_eagle_draft_extend", "first-layers-hook", "layer 1: cache_seqlens_int32[0]"),
+    ("multi_layer_eagle_draft_extend", "leaves-warm-ups", "in slots.hidden_states[0, 0]"),
+]
 
 
-class DefaultsHook(MultiLayerEagleDraftExtendRunner):
-    """The first backend's warm-up hook for every layer."""
-
-    def _capture_layers(self, layers, bucket, batch):
-        own, self.backends = self.backends, (self.backends[0],) * len(self.backends)
-        try:
-            return super()._capture_layers(layers, bucket, batch)
-        finally:
-            self.backends = own
+@pytest.mark.parametrize(("name", "fault", "words"), SAID, ids=lambda x: x if " " not in x else "")
+def test_a_faulty_runner_fails_for_what_is_wrong_with_it(name, fault, words):
+    """That each fails, and the sound one does not, is in test_known_faults.py."""
+    wrong = next(f for f in known_faults(name) if f.name == fault)
+    found = judge(CHECKS[wrong.caught_by[-1]], wrong.broken(wrong.sound(name, DEVICE)))
+    assert any(words in f.detail for f in found), found
 
 
-class NobodySaysPadding(EagleDraftRunner):
-    def _batch(self, bucket, step):
-        return replace(super()._batch(bucket, step), num_padding=0)
-
-
-class StalePositions(DecodeRunner):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.slots._rules["positions"] = replace(self.slots._rules["positions"], pad=None)
-
-
-class DraftWithoutInGraphHook(EagleDraftRunner):
-    def _metadata(self, batch):
-        pass
-
-
-class ExtendWithoutInGraphHook(EagleDraftExtendRunner):
-    def _metadata(self, batch):
-        pass
-
-
-class OwnPools(FrozenKvMtpRunner):
-    """The draft's tables stay in place."""
-
-    def __init__(self, backend, target, *args, **options):
-        super().__init__(backend, backend.pools, *args, **options)
-
-
-class PublishesEarly(DecodeRunner):
-    """The gather moved into the graph, the event stayed before the launch."""
-
-    def _read_end(self):
-        return ReadEnd.PRE_REPLAY
-
-
-class ExtendPublishes(EagleDraftExtendRunner):
-    """An event of a phase that nobody has audited."""
-
-    def _read_end(self):
-        return ReadEnd.POST_REPLAY
-
-
-class NeverChecksTheJoin(DecodeRunner):
-    def _run(self, bucket, batch):
-        if self.fork is not None:
-            self.fork.begin(lambda: self._metadata(batch))
-            self._run_forward(bucket, batch)
-            self.fork.join()
-        else:
-            super()._run(bucket, batch)
-
-
-class RoutesPadding(GlueGraphs):
-    """Padded steps go through graphs too."""
-
-    def rebuild_of(self, view, static):
-        return super().rebuild_of(replace(view, num_padding=0), static)
-
-
-class GluesEverything(DecodeRunner):
-    def capture(self):
-        if self.glue_graphs is not None:
-            self.glue_graphs.__class__ = RoutesPadding
-        super().capture()
-
-
-@pytest.mark.parametrize(
-    ("check", "name", "mode", "cls", "words"),
-    [
-        ("R1", "decode", Mode.DECODE, HookTwice, "replay: step 1 is out, wanted launch"),
-        ("R1", "multi_layer_eagle_draft_extend", Mode.DRAFT_EXTEND_V2, DefaultsHook, "wanted layer1"),
-        ("R1", "eagle_draft", Mode.DRAFT_DECODE, DraftWithoutInGraphHook, "wanted in"),
-        ("R2", "eagle_draft", Mode.DRAFT_DECODE, NobodySaysPadding, "told of 0 padded rows, there are 1"),
-        ("R2", "decode", Mode.DECODE, StalePositions, "slots.positions is"),
-        ("R3", "eagle_draft", Mode.DRAFT_DECODE, DraftWithoutInGraphHook, "step0"),
-        ("R3", "eagle_draft_extend", Mode.DRAFT_EXTEND_V2, ExtendWithoutInGraphHook, "cache_seqlens_int32"),
-        ("R3", "frozen_kv_mtp", Mode.DECODE, OwnPools, "page_table"),
-        ("R4", "decode", Mode.DECODE, PublishesEarly, "page_table"),
-        ("R4", "eagle_draft_extend", Mode.DRAFT_EXTEND_V2, ExtendPublishes, "was published, reads end"),
-        ("R5", "decode", Mode.DECODE, NeverChecksTheJoin, "never joins was captured"),
-        ("R6", "decode", Mode.DECODE, GluesEverything, "steps went through a graph"),
-    ],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_a_faulty_runner_fails(check, name, mode, cls, words):
-    sound = RunnerSubject.of(name, mode, DEVICE)
-    assert judge(CHECKS[check], sound)[0].status == "pass"
-    found = judge(CHECKS[check], sound.but(cls=cls))
-    assert found[0].status == "fail" and any(words in f.detail for f in found), found
-
-
-def test_every_check_of_the_runners_has_a_faulty_one_here():
+def test_every_check_of_the_runners_has_a_faulty_one():
     checks = {check.id for check in CHECKS.values() if check.of == "runner"}
-    assert checks == {f"R{i}" for i in range(1, 7)}
+    assert checks == {id for info in RUNNERS for fault in known_faults(info.name) for id in fault.caught_by}
+
+
+def test_a_hook_that_is_called_twice_is_told():
+    class HookTwice(DecodeRunner):
+        def replay(self):
+            self.rebuild()
+            return super().replay()
+
+    sound = RunnerSubject.of("decode", ForwardMode.DECODE, DEVICE)
+    found = judge(CHECKS["R1"], sound.but(cls=HookTwice))
+    assert "replay: step 1 is out, wanted launch" in found[0].detail

@@ -1,6 +1,6 @@
-"""Faults from the field as small variants of a backend, each with the checks that must catch it.
+"""Faults from the field as small variants of a backend or runner, each with the checks that must catch it.
 
-One file a backend, named like it, with a tuple ``FAULTS``; a backend without a file has none.
+One file for each, named like it, with a tuple ``FAULTS``; what has no file has none.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch
+
 from ....backends.modes import Arm, ForwardMode
 
 if TYPE_CHECKING:
+    from ....backends.runners.graph_runner import GraphRunner
     from ..matrix import Sizes
+    from ..runners import RunnerSubject
     from ..subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """One fault of a backend or wrapper.
 
     Attributes:
         name: short, stable; the row is called ``fault:NAME``.
@@ -39,10 +43,37 @@ class Fault:
     broken: Callable[[Subject], Subject]
     on: Callable[[Subject], Subject]
 
+    def sound(self, backend: str, device: torch.device) -> Subject:
+        """What it shows on, without it."""
+        return self.on(self.sizes.subject(backend, self.mode, device, self.arms, seed=0))
 
-def known_faults(backend: str) -> tuple[Fault, ...]:
-    """The faults of a backend; none where nobody wrote any down."""
-    name = f"{__name__}.{backend}"
+
+@dataclass(frozen=True, slots=True)
+class RunnerFault:
+    """One fault of a runner: see `Fault`.
+
+    Attributes:
+        cls: the runner's class with the fault in.
+    """
+
+    name: str
+    title: str
+    caught_by: tuple[str, ...]
+    mode: ForwardMode
+    cls: type[GraphRunner]
+
+    def sound(self, runner: str, device: torch.device) -> RunnerSubject:
+        from ..runners import RunnerSubject
+
+        return RunnerSubject.of(runner, self.mode, device)
+
+    def broken(self, subject: RunnerSubject) -> RunnerSubject:
+        return subject.but(cls=self.cls)
+
+
+def known_faults(name: str) -> tuple[Fault | RunnerFault, ...]:
+    """The faults of a backend, wrapper or runner; none where nobody wrote any down."""
+    name = f"{__name__}.{name}"
     try:
         return import_module(name).FAULTS
     except ModuleNotFoundError as error:

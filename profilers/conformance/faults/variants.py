@@ -7,8 +7,9 @@ from typing import Any
 
 from ....backends.base import AttentionBackend
 from ....backends.modes import Arm, ForwardMode
+from ....backends.runners.graph_runner import GraphRunner
 from ..matrix import Sizes
-from . import Fault
+from . import Fault, RunnerFault
 
 CLASSIC, FUSED = Arm.parse("aten-eager"), Arm.parse("fused-eager")
 
@@ -37,6 +38,11 @@ def variant(
         broken=lambda subject: subject.but(backend_class=broken),
         on=lambda subject: subject.but(extra=extra) if extra else subject,
     )
+
+
+def runner_variant(broken: type[GraphRunner], *caught_by: str, mode: ForwardMode) -> RunnerFault:
+    """The fault that is `broken` instead of the runner it derives from, named likewise."""
+    return RunnerFault(name_of(broken), title_of(broken), caught_by, mode, broken)
 
 
 def name_of(broken: type) -> str:
