@@ -14,7 +14,7 @@ ArmList = Annotated[
     typer.Option(
         "--arm",
         help="Arms, comma list: names like fused-graph, or a part of one (fused, eager), or 'all' of ours. "
-        "'sglang' adds the kernel of an installed SGLang.",
+        "'sglang' adds the kernel of an installed SGLang (page tables, block tables of MLA, index lists).",
     ),
 ]
 Implementations = Annotated[
