@@ -89,7 +89,13 @@ class Golden:
 
     def pools(self) -> Pools:
         there = lambda key: torch.from_numpy(self.data[key]).to(DEVICE) if key in self.data else None  # noqa: E731
-        return Pools(there("init/req_to_token"), there("init/full_to_swa"), True, there("init/mamba_index_mapping"))
+        return Pools(
+            there("init/req_to_token"),
+            there("init/full_to_swa"),
+            state_slots=there("init/mamba_index_mapping"),
+            ring_cursors=there("init/ring_cursors"),
+            ring_length=self.config["extra"].get("ring_length", 0),
+        )
 
     def attention_config(self, step_id: int = 0, **extra) -> AttentionConfig:
         c = self.config

@@ -22,7 +22,8 @@ def pools_for(moves: bool = False) -> Pools:
     """moves: states do not lie where their slot numbers say."""
     pools = make_pools(rows=9, width=CONTEXT + 12, page_size=16, swa=False, seed=0, device="cpu")
     places = torch.from_numpy(40 + np.random.default_rng(1).permutation(9).astype(np.int32))
-    return dataclasses.replace(pools, physical_slots=places) if moves else pools
+    cursors = torch.arange(49, dtype=torch.int32) % pools.ring_length
+    return dataclasses.replace(pools, physical_slots=places, ring_cursors=cursors) if moves else pools
 
 
 def tokens_of(mode: ForwardMode) -> int:
