@@ -91,3 +91,12 @@ def command_line(folder: Path) -> Callable[..., Finished]:
 def cli(tmp_path: Path) -> Callable[..., Finished]:
     """The command line in this test's own folder."""
     return command_line(tmp_path)
+
+
+@pytest.fixture
+def on_stream() -> Iterator[None]:
+    """Run a test on the stream that graphs of runner_spies.py are captured and launched on."""
+    from runner_cases import on_graphs_stream
+
+    with on_graphs_stream():
+        yield

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import numpy as np
-import pytest
 import torch
 from attn_graph.backends.base import AttentionBackend, AttentionConfig
 from attn_graph.backends.batch import live_batch, make_pools
@@ -17,22 +15,10 @@ from attn_graph.profilers.recorded import RecordedGraph
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRAPHS = GraphFactory(torch.device(DEVICE))
-"""Real graphs where there is a GPU; in a test that uses `on_stream`."""
+"""Real graphs where there is a GPU, in a test that uses `on_stream` of conftest.py."""
 
 H = 3
 """Size of hidden states."""
-
-
-@pytest.fixture(autouse=True)
-def on_stream() -> Iterator[None]:
-    """Run a test on the stream that `GRAPHS` are captured and launched on. Import it to use it."""
-    if GRAPHS.stream is None:
-        yield
-        return
-    torch.cuda.synchronize()
-    with torch.cuda.stream(GRAPHS.stream):
-        yield
-    torch.cuda.synchronize()
 
 
 def pools(width: int = 128, page_size: int = 1, rows: int = 9):

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from attn_graph.backends.base import AttentionConfig, ConfigError, tensors_of
+from attn_graph.backends.base import AttentionConfig, ConfigError
 from attn_graph.backends.batch import draft_room, idle_batch
 from attn_graph.backends.modes import Arm, ForwardMode
-from attn_graph.backends.oracle import HostBatch
 from attn_graph.backends.runners.decode import upload
 from attn_graph.backends.runners.drafting import write_slots
 from attn_graph.backends.runners.eagle_draft import EagleDraftRunner
-from attn_graph.backends.runners.graph_runner import GraphRunner
 from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
-from rebuilds import ARMS, host_pools
-from runner_spies import (
-    DEVICE,
-    GRAPHS,
-    H,
-    SpyBackend,
-    a_step,
-    graphs_noting,
-    on_device,
-    on_stream,  # noqa: F401 (a fixture, used by being here)
-    placement,
-    pools,
-)
+from rebuilds import ARMS
+from runner_cases import built, captured, wrong_fields
+from runner_spies import DEVICE, GRAPHS, H, SpyBackend, a_step, on_device, placement, pools
 
+pytestmark = pytest.mark.usefixtures("on_stream")
 Mode = ForwardMode
 CONTEXT = 100
 
@@ -60,37 +50,12 @@ def step_of(config, tables, lengths, **also):
 def real(arm: Arm, config, buckets=(2, 4), cls=EagleDraftRunner, forward=lambda step: None, lens=torch.int64):
     tables = tables_of(config)
     backend = MultiStepDraft(config, tables, arm.implementation, recorded=arm.placement.value != "eager")
-    slots = cls.new_slots(backend, max(buckets), H, lens=lens)
-    runner = cls(backend, buckets, slots, arm.placement, GRAPHS, forward)
-    runner.capture()
-    return runner, tables
+    return captured(cls, backend, buckets, forward, lens=lens), tables
 
 
 def spied(log, buckets=(2, 4), recorded=True, cls=EagleDraftRunner, topk=2, steps=3, **options):
     backend = SpyBackend(log, recorded=recorded, tables=pools(), draft_tokens=4, topk=topk, draft_steps=steps)
-    slots = cls.new_slots(backend, max(buckets), H)
-    runner = cls(backend, buckets, slots, placement(backend), graphs_noting(log), **options)
-    return runner, lambda lengths: step_of(backend.config, backend.pools, lengths)
-
-
-def wrong_fields(runner: GraphRunner, step, tables) -> list[str]:
-    """Fields of the loaded and replayed step whose live cells are not the oracle's."""
-    b, slots = runner.bucket, runner.slots
-    batch = HostBatch(
-        mode=str(runner.mode),
-        req_pool_indices=slots.req_pool_indices[:b].cpu().numpy(),
-        seq_lens=slots.seq_lens[:b].cpu().numpy(),
-        out_cache_loc=step.out_cache_loc.cpu().numpy(),
-        tokens_per_req=slots.tokens_per_req,
-        positions=slots.slices(b)["positions"].cpu().numpy(),
-        live_requests=step.batch_size,
-    )
-    found = []
-    got = tensors_of(runner.backend.metadata[runner.mode, b])
-    for path, want in runner.backend.expected(batch, host_pools(tables)).items():
-        if not np.array_equal(got[path].cpu().numpy()[want.live], want.values[want.live]):
-            found.append(path)
-    return found
+    return built(cls, backend, buckets, log=log, **options), partial(step_of, backend.config, backend.pools)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
@@ -102,7 +67,7 @@ def test_every_step_of_every_batch_is_the_oracles(arm, inner, topk):
         step = step_of(config, tables, lengths)
         runner.load_batch(step)
         runner.replay()
-        assert wrong_fields(runner, step, tables) == []
+        assert wrong_fields(runner, tables) == []
 
 
 # Order.
@@ -135,7 +100,7 @@ def test_a_runner_that_leaves_the_in_graph_hook_out_replays_stale_tables(cls, st
     step = step_of(config, tables, (5, 40, 17, 3))
     runner.load_batch(step)
     runner.replay()
-    assert bool(wrong_fields(runner, step, tables)) is stale
+    assert bool(wrong_fields(runner, tables)) is stale
 
 
 # Positions, locations, hidden states.
@@ -166,7 +131,7 @@ def test_step_i_stands_at_len_plus_i_and_repeated_replays_are_the_same(cls, righ
         runner.replay()
     same = at.tolist() == [[5, 40, 17, 3], [6, 41, 18, 4]] and runner.slots.positions.tolist() == [5, 40, 17, 3]
     assert same is right
-    assert (wrong_fields(runner, step, tables) == []) is right
+    assert (wrong_fields(runner, tables) == []) is right
     assert step.positions.tolist() == [5, 40, 17, 3]  # the live tensor is never advanced
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from attn_graph.backends.base import AttentionConfig, ConfigError, tensors_of
@@ -19,19 +18,10 @@ from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.profilers.counters import count
 from rebuilds import ARMS, host_pools
-from runner_spies import (
-    DEVICE,
-    GRAPHS,
-    H,
-    SpyBackend,
-    a_step,
-    graphs_noting,
-    on_device,
-    on_stream,  # noqa: F401 (a fixture, used by being here)
-    placement,
-    pools,
-)
+from runner_cases import built, captured, wrong_fields
+from runner_spies import DEVICE, GRAPHS, H, SpyBackend, a_step, on_device, placement, pools
 
+pytestmark = pytest.mark.usefixtures("on_stream")
 Mode = ForwardMode
 N, CONTEXT = 4, 100
 CONFIG = AttentionConfig(page_size=16, max_context=CONTEXT, draft_tokens=N, topk=1, draft_steps=3)
@@ -50,38 +40,12 @@ def step_of(lengths, tables=TABLES, width=N, **also):
 
 def real(cls, arm, buckets=(2, 4), runner=EagleDraftExtendRunner, config=CONFIG, lens=torch.int64):
     backend = cls(config, TABLES, arm.implementation, recorded=arm.placement.value != "eager")
-    slots = runner.new_slots(backend, max(buckets), H, lens=lens)
-    own = runner(backend, buckets, slots, arm.placement, GRAPHS)
-    own.capture()
-    return own
+    return captured(runner, backend, buckets, lens=lens)
 
 
 def spied(log, buckets=(2, 4), recorded=True, cls=EagleDraftExtendRunner, backend=SpyBackend, **options):
     spy = backend(log, recorded=recorded, tables=TABLES, draft_tokens=N, topk=1, draft_steps=3)
-    return cls(spy, buckets, cls.new_slots(spy, max(buckets), H), placement(spy), graphs_noting(log), **options)
-
-
-def wrong_fields(runner, step) -> list[str]:
-    b, s = runner.bucket, runner.slots
-    rows = {name: x.cpu().numpy() for name, x in s.slices(b).items()}
-    batch = HostBatch(
-        mode=str(runner.mode),
-        req_pool_indices=rows["req_pool_indices"],
-        seq_lens=rows["seq_lens"],
-        out_cache_loc=step.out_cache_loc.cpu().numpy(),
-        tokens_per_req=s.tokens_per_req,
-        num_accept_tokens=rows["num_accept_tokens"],
-        positions=rows["positions"],
-        live_requests=step.batch_size,
-        seq_lens_fill=s.fill_value,
-        extend_seq_lens=rows["extend_seq_lens"],
-    )
-    got = tensors_of(runner.backend.metadata[runner.mode, b])
-    return [
-        path
-        for path, want in runner.backend.expected(batch, host_pools(TABLES)).items()
-        if not np.array_equal(got[path].cpu().numpy()[want.live], want.values[want.live])
-    ]
+    return built(cls, spy, buckets, log=log, **options)
 
 
 @pytest.mark.parametrize("lens", [torch.int32, torch.int64], ids=str)
@@ -94,7 +58,7 @@ def test_every_batch_is_the_oracles_though_slots_come_unsliced(cls, arm, lens):
         runner.load_batch(step)
         assert runner.view.seq_lens.shape == runner.view.req_pool_indices.shape == (4,)
         runner.replay()
-        assert wrong_fields(runner, step) == []
+        assert wrong_fields(runner, TABLES) == []
 
 
 SERVING = [info for info in registered().values() if "draft_extend_v2" in info.modes and info.kind == "backend"]
@@ -182,7 +146,7 @@ def test_r13_without_the_in_graph_hook_tables_are_stale(cls, stale):
     step = step_of((20, 99, 40, 17))
     runner.load_batch(step)
     runner.replay()
-    assert bool(wrong_fields(runner, step)) is stale
+    assert bool(wrong_fields(runner, TABLES)) is stale
 
 
 # Width.

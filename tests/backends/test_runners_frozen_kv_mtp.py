@@ -10,26 +10,16 @@ import torch
 from attn_graph.backends.base import AttentionConfig, ConfigError, tensors_of
 from attn_graph.backends.batch import make_pools
 from attn_graph.backends.modes import ForwardMode
-from attn_graph.backends.oracle import HostBatch
 from attn_graph.backends.runners.frozen_kv_mtp import FrozenKvMtpRunner, reading
 from attn_graph.backends.runners.slots import StaticSlots
 from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.hybrid_linear import HybridLinear
-from rebuilds import ARMS, host_pools
-from runner_spies import (
-    DEVICE,
-    GRAPHS,
-    H,
-    SpyBackend,
-    a_step,
-    graphs_noting,
-    on_device,
-    on_stream,  # noqa: F401 (a fixture, used by being here)
-    placement,
-    pools,
-)
+from rebuilds import ARMS
+from runner_cases import built, captured, wrong_fields
+from runner_spies import DEVICE, H, SpyBackend, a_step, on_device, pools
 
+pytestmark = pytest.mark.usefixtures("on_stream")
 Mode = ForwardMode
 K, CONTEXT = 2, 100
 CONFIG = AttentionConfig(page_size=16, max_context=CONTEXT, draft_tokens=4, topk=K, draft_steps=3)
@@ -53,37 +43,12 @@ def step_of(lengths, topk=K, **also):
 
 def real(cls, arm, config, buckets=(1, 3), runner=FrozenKvMtpRunner):
     backend = cls(config, OWN, arm.implementation, recorded=arm.placement.value != "eager")
-    slots = runner.new_slots(backend, max(buckets), H)
-    own = runner(backend, TARGET, buckets, slots, arm.placement, GRAPHS)
-    own.capture()
-    return own
+    return captured(runner, backend, buckets, target=TARGET)
 
 
 def spied(log, buckets=(1, 3), cls=FrozenKvMtpRunner, backend=SpyBackend, recorded=True, **options):
     spy = backend(log, recorded=recorded, tables=OWN, draft_tokens=4, topk=K, draft_steps=3)
-    slots = cls.new_slots(spy, max(buckets), H)
-    return cls(spy, TARGET, buckets, slots, placement(spy), graphs_noting(log), **options)
-
-
-def wrong_fields(runner) -> list[str]:
-    count = runner.view.batch_size
-    rows = {name: x.cpu().numpy() for name, x in runner.slots.slices(count).items()}
-    batch = HostBatch(
-        mode=str(Mode.DECODE),
-        req_pool_indices=rows["req_pool_indices"],
-        seq_lens=rows["seq_lens"],
-        out_cache_loc=rows["out_cache_loc"],
-        tokens_per_req=1,
-        live_requests=count - runner.view.num_padding,
-    )
-    got = tensors_of(runner.backend.forward_metadata)
-    with reading(TARGET, runner.backend):
-        wanted = runner.backend.expected(batch, host_pools(TARGET))
-    return [
-        p
-        for p, want in wanted.items()
-        if p not in got or not np.array_equal(got[p].cpu().numpy()[want.live], want.values[want.live])
-    ]
+    return built(cls, spy, buckets, log=log, target=TARGET, **options)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
@@ -93,7 +58,7 @@ def test_every_row_is_the_oracles_over_the_targets_tables(cls, config, arm):
     for lengths in ((20, 100, 40), (90, 7), (33,), (5, 6, 7)):
         runner.load_batch(step_of(lengths, config.topk))
         runner.replay()
-        assert wrong_fields(runner) == []
+        assert wrong_fields(runner, TARGET, Mode.DECODE) == []
         assert runner.backend.pools is OWN
     assert "swa_page_table" in tensors_of(runner.backend.forward_metadata) or cls is TritonBackend
 
@@ -128,7 +93,7 @@ def test_the_comparison_catches(cls, field):
     runner = real(TrtllmMhaBackend, ARMS[3], CHAIN, runner=cls)
     runner.load_batch(step_of((20, 100, 40), 1))
     runner.replay()
-    assert field in wrong_fields(runner)
+    assert field in wrong_fields(runner, TARGET, Mode.DECODE)
 
 
 # Hooks.

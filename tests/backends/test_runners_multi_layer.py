@@ -18,19 +18,10 @@ from attn_graph.backends.runners.multi_layer_eagle_draft_extend import (
 from attn_graph.backends.runners.read_done import ReadDone
 from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
-from runner_spies import (
-    DEVICE,
-    GRAPHS,
-    H,
-    SpyBackend,
-    a_step,
-    graphs_noting,
-    on_device,
-    on_stream,  # noqa: F401 (a fixture, used by being here)
-    placement,
-    pools,
-)
+from runner_cases import built, captured
+from runner_spies import DEVICE, GRAPHS, H, SpyBackend, a_step, on_device, pools
 
+pytestmark = pytest.mark.usefixtures("on_stream")
 Mode = ForwardMode
 N, LAYERS, CONTEXT = 4, 3, 100
 CONFIG = AttentionConfig(page_size=16, max_context=CONTEXT, draft_tokens=N, topk=1, draft_steps=3)
@@ -60,16 +51,12 @@ def spied(log, buckets=(2, 4), recorded=True, forward=layer, cls=MultiLayerEagle
         SpyBackend(log, f"layer{i}", recorded=recorded, tables=TABLES, draft_tokens=N, topk=1, draft_steps=3)
         for i in range(LAYERS)
     ]
-    slots = cls.new_slots(backends[0], max(buckets), H)
-    return cls(backends, buckets, slots, placement(backends[0]), graphs_noting(log), forward, **options)
+    return built(cls, backends, buckets, forward, log=log, **options)
 
 
 def real(cls, single_graph=False, runner=MultiLayerEagleDraftExtendRunner, recorded=True, buckets=(2, 4)):
     backends = [cls(CONFIG, TABLES, recorded=recorded) for _ in range(LAYERS)]
-    slots = runner.new_slots(backends[0], max(buckets), H)
-    own = runner(backends, buckets, slots, placement(backends[0]), GRAPHS, layer, single_graph=single_graph)
-    own.capture()
-    return own
+    return captured(runner, backends, buckets, layer, single_graph=single_graph)
 
 
 def names(log):
