@@ -70,6 +70,17 @@ def test_trees_reach_both_halves(arm):
     assert [d for d in replayed(own, batches(Mode.TARGET_VERIFY, own.backend.pools, topk=4)) if d] == []
 
 
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_rings_of_the_linear_half_move_once_a_step(arm):
+    own = capture(HybridLinear, Mode.DECODE, arm, variant="gdn", ring_interval=3)
+    first = own.backend.pools.ring_cursors.clone()
+    assert [d for d in replayed(own, batches(Mode.DECODE, own.backend.pools)) if d] == []
+    assert not own.backend.pools.ring_cursors.equal(first)
+    allowed = own.backend.allowances
+    assert allowed.advances == {"ring_cursors"}
+    assert frozenset({"linear.ring_cursors", "pools.ring_cursors"}) in allowed.aliases
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_wrapper_itself_costs_nothing(mode):
     classic, eager, graph = (capture(HybridLinear, mode, ARMS[i]) for i in (0, 2, 3))
