@@ -123,7 +123,7 @@ def _static(rig: Rig) -> ForwardBatch:
     )  # fmt: skip
 
 
-@check("C12", "after warm-ups and their hook the backend is as before them, and records the same")
+@check("C12", "after warm-ups and their hook backend and tables are as before them, and it records the same")
 def warmup_hook(subject: Subject) -> Iterator[str]:
     largest = max(subject.buckets)
     for arm in recorded_arms(subject):
