@@ -62,7 +62,7 @@ class MambaMetadata:
     write_pos: torch.Tensor | None  # [B] int32, device
     force_flush: torch.Tensor | None  # [B] int32, device; 0 or 1
     ring_cursors: torch.Tensor | None  # [slots] int32, device; the pool's own
-    captured: bool = False  # whether the classic chain has run: its first run is the capture's, and moves no cursor
+    captured: bool = False  # whether the classic chain has run: its first run, the capture's, moves and flushes nothing
     fused: PreparedLinearState | None = None  # bound at the first fused rebuild
 
 
@@ -241,11 +241,11 @@ class MambaBackend(AttentionBackend):
             field[: links.shape[0]].copy_(links)
 
     def _aten_ring(self, fb: ForwardBatch, md: MambaMetadata, slots: torch.Tensor) -> None:
-        b = len(slots)
+        b, interval = len(slots), self._flush_interval(fb) if md.captured else 0
         md.write_pos[:b].copy_(md.ring_cursors[slots.clamp(min=0)])
-        if self._flush_interval(fb):
+        if interval:
             lengths = (fb.seq_lens if fb.seq_lens_cpu is None else fb.seq_lens_cpu)[:b]
-            md.force_flush[:b].copy_((lengths % self._flush_interval(fb) == 0).to(torch.int32))
+            md.force_flush[:b].copy_((lengths % interval == 0).to(torch.int32))
         else:
             md.force_flush.zero_()
         if self._moves_cursors(fb) and md.captured:

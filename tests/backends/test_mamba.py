@@ -309,6 +309,13 @@ def cursors_of(own) -> list[int]:
     return own.backend.pools.ring_cursors.tolist()
 
 
+def test_the_capture_of_the_classic_chain_flushes_nothing_whatever_the_fill():
+    own = capture(MambaBackend, Mode.DECODE, ARMS[0], **RING | {"ring_interval": 1})
+    assert own.backend.forward_metadata.force_flush.tolist() == [0] * BUCKET
+    assert own.differences(requests(own, [4, 5])) == []
+    assert own.backend.forward_metadata.force_flush.tolist() == [1] * BUCKET
+
+
 def on_rows(own, rows: list[int], lengths: list[int]):
     return live_batch(own.runner.mode, lengths, rows, own.backend.pools, 1, np.random.default_rng(0))
 
