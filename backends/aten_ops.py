@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .base import ConfigError
+from .batch import ForwardBatch
 
 
 def write_running_sum(indptr: torch.Tensor, counts: torch.Tensor) -> None:
@@ -70,6 +71,22 @@ def padded_mask(mask: torch.Tensor, cells: int) -> torch.Tensor:
     if missing <= 0:
         return mask
     return torch.cat([mask, torch.full((missing,), True, dtype=torch.bool, device=mask.device)])
+
+
+def tokens_on_host(fb: ForwardBatch) -> int:
+    """The sum of a padded batch's seq_lens, from the host.
+
+    Raises:
+        ConfigError: the engine keeps neither the sum nor a mirror.
+    """
+    if fb.seq_lens_sum is not None:
+        return fb.seq_lens_sum
+    if fb.seq_lens_cpu is None:
+        raise ConfigError(
+            "seq_lens_sum and seq_lens_cpu are None: an eager rebuild by ATen pads a tree mask to the sum of lengths "
+            "on the host, so keep a mirror of them, or take a recorded or the fused rebuild"
+        )
+    return int(fb.seq_lens_cpu[: fb.batch_size].sum())
 
 
 def copy_live_mask(

@@ -33,6 +33,7 @@ from .aten_ops import (
     check_slots,
     padded_mask,
     refill_swa_slots,
+    tokens_on_host,
     translate_in_place,
     write_running_sum,
 )
@@ -284,7 +285,7 @@ class FlashInferBackend(AttentionBackend):
             keeps = accepted + self.window
         mask = self._live_mask(fb, md)
         if mask is not None:
-            mask = padded_mask(mask, n * (fb.seq_lens_sum + n * b))
+            mask = padded_mask(mask, n * (tokens_on_host(fb) + n * b))
         for i, kv_range in enumerate(self.ranges):
             if mode is Mode.DRAFT_EXTEND:
                 qo_indptr = self._zeros(b + 1)
