@@ -40,6 +40,7 @@ class RebindsSlots(DecodeRunner):
     """A02: a slot rebound to a new tensor instead of filled; the graph reads the address of its capture."""
 
     def load_batch(self, step):
+        self._captured = getattr(self, "_captured", self.slots.seq_lens)  # not freed: the graph reads it still
         self.slots.seq_lens = self.slots.seq_lens.clone()
         super().load_batch(step)
 
