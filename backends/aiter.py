@@ -508,6 +508,11 @@ class AiterDraftStep(AiterBackend):
 
     modes = frozenset({Mode.DRAFT_DECODE})
 
+    @property
+    def launches(self) -> int:
+        """Of a fused rebuild: pages, or a schedule, are made of a list that must be there first."""
+        return int(self.unified or self.persistent)
+
     def bind(self, fb: ForwardBatch) -> AiterMetadata:
         b, (kv_indptr, kv_indices) = fb.batch_size, step_lists(fb)
         if self.config.topk > 1 and (self.unified or self.mla):

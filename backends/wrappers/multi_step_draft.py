@@ -127,7 +127,8 @@ class MultiStepDraft(Forwarding):
         if self.family.shares_tables:  # upstream's launch fills a row for step S - 1 too, which nobody serves
             shared = ("kv_indptr", "kv_indices", "wrappers.0.kv_indptr", "wrappers.0.kv_indices")
             spills = frozenset(f"step{i}.{name}" for i in range(served) for name in shared)
-            self.allowances = replace(self.allowances, spills=spills)
+            derived = sum(isinstance(own, AiterDraftStep) and own.launches for own in self._inners)
+            self.allowances = replace(self.allowances, spills=spills, fused_launches=1 + derived)
         elif self._inners:  # every inner backend does what it does alone
             named = {f"step{i}": inner.allowances for i, inner in enumerate(self._inners)}
             self.allowances = joined(named, fused_launches=sum(own.fused_launches for own in named.values()))

@@ -269,7 +269,7 @@ def test_inner_backends_must_plan_at_replay_and_behind_the_tables():
 def test_a_planned_family_costs_one_launch_for_its_tables_and_one_for_what_each_step_makes_of_them():
     for inner, options, launches in (
         ("flashinfer", {"topk": 2}, 1), ("flashinfer_mla", {}, 1), ("aiter", {}, 1),
-        ("aiter", {"page_size": 16, "unified": True}, 3),
+        ("aiter", {"page_size": 16, "unified": True}, 3), ("aiter", {"mla": True, "fp8": True, "num_sms": 12}, 3),
     ):  # fmt: skip
         c = config(inner, **options)
         pools = pools_for(c)
@@ -277,6 +277,7 @@ def test_a_planned_family_costs_one_launch_for_its_tables_and_one_for_what_each_
         eager, graph = replayer(FUSED, c, pools), replayer(FUSED_GRAPH, c, pools)
         got = eager.counts(live)
         assert (got.dispatches, got.launches, got.syncs) == (0, launches, 0)
+        assert eager.backend.allowances.fused_launches == launches
         got = graph.counts(live)
         assert (got.dispatches, got.launches, graph.runner.graphs[BUCKET].nodes) == (0, 0, launches)
 
