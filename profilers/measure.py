@@ -200,7 +200,7 @@ def case_batches(case: Case, pools: Pools) -> list[LiveBatch]:
             shape.tokens_per_req,
             rng,
             topk=case.topk,
-            draft_steps=case.draft_steps,
+            draft_steps=shape.draft_steps,
             page_size=case.page_size,
         )
         for i in range(DISTINCT_BATCHES)
