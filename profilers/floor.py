@@ -238,9 +238,6 @@ def _list_candidates(d: CsrConfig, max_context: int) -> list[CsrConfig]:
         replace(d, programs_per_row=4 * k, block=d.block // 4, num_warps=4),
         replace(d, programs_per_row=max(k // 2, 1)),
         replace(d, programs_per_row=max(k // 2, 1), num_warps=4),
-        # Sixteen tokens a lane: fewer programs to start, and as many loads on their way.
-        *(CsrConfig(max(k // fewer, 1), 4096, 8) for fewer in (1, 2, 4)),
-        CsrConfig(max(k // 2, 1), 2048, 4),
         replace(d, block=d.block // 2, num_warps=4),
         replace(d, block=d.block // 2, num_warps=2),
         replace(d, num_warps=4 if d.num_warps == 8 else 8),

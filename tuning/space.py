@@ -73,7 +73,7 @@ PAGES = Space(
 LISTS = Space(
     {
         "programs_per_row": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        "block": (256, 512, 1024, 2048, 4096),
+        "block": (256, 512, 1024, 2048),
         "num_warps": (2, 4, 8),
     },
     cells_per_lane=(2, 16),  # 12 bytes a token: bound by memory, so many loads on their way at a time
