@@ -23,6 +23,8 @@ $AG verify --out "$OUT/verify_all.csv"
 peers=()
 for peer in "$@"; do peers+=(--peer "$peer"); done
 $AG perf "${peers[@]}" --out "$OUT" > "$OUT/floor.txt"
+PYTHONPATH="${!#}:${PYTHONPATH:-}" $AG bench --backend trtllm_mha,triton,trtllm_mla --arm sglang,fused --bs 64 --no-swa --tp 1 \
+    --steps 60 --no-plots --out "$OUT/peers"  # the last PEER
 ncu --target-processes all --nvtx --nvtx-include "attn_graph@prep trtllm_mha decode fused-eager/" --clock-control none \
     --metrics gpu__time_duration.sum \
     $AG bench --bs 8 --no-swa --tp 1 --steps 3 --warmup 1 --graph-nodes 5 --arm fused-eager,aten-eager --no-plots \
