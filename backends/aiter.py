@@ -101,11 +101,10 @@ class AiterBackend(AttentionBackend):
         spills=frozenset({"swa_out_cache_loc"}),
     )
 
-    def __init__(self, config, pools, implementation=Implementation.FUSED, *, recorded=True, tail=None) -> None:
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
-        extra = config.extra
+    def take_options(self) -> None:
+        config, extra = self.config, self.config.extra
         self.mla = extra.get("mla", False)
-        self.unified = extra.get("unified", False) or pools.full_to_swa is not None
+        self.unified = extra.get("unified", False) or self.pools.full_to_swa is not None
         self.seq_len_fill_value = config.draft_tokens or 1
         heads = max(config.num_heads, 16)
         # These kernels have no persistent form for 16-bit KV.

@@ -135,13 +135,22 @@ class AttentionBackend(ABC):
         self.device = pools.req_to_token.device
         self.implementation = implementation
         self.recorded = recorded
+        self.asked_tail = tail
         self.tail = tail or self.default_tail(implementation, recorded)
         self.metadata: dict[tuple[ForwardMode, int], Any] = {}
         self.forward_metadata: Any = None
         self.max_bs = 0
+        self.take_options()
         self._rebuild = self._choose_rebuild()
         plans = type(self).plan is not AttentionBackend.plan
         self._out_graph_work = ([] if recorded else [self._rebuild]) + ([self.plan] if plans else [])
+
+    def take_options(self) -> None:
+        """Read what `config` and `pools` say to this backend only; a wrapper makes its children. Part of construction.
+
+        Raises:
+            ConfigError: an option that cannot work.
+        """
 
     @staticmethod
     def default_tail(implementation: Implementation, recorded: bool) -> TailPolicy:

@@ -106,9 +106,8 @@ class FlashInferBackend(AttentionBackend):
         spills=frozenset({"swa_out_cache_loc"}),
     )
 
-    def __init__(self, config, pools, implementation=Implementation.FUSED, *, recorded=True, tail=None) -> None:
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
-        self.block = self.seq_len_fill_value = config.extra.get("dllm_block", 1)
+    def take_options(self) -> None:
+        self.block = self.seq_len_fill_value = self.config.extra.get("dllm_block", 1)
 
     @staticmethod
     def default_tail(implementation: Implementation, recorded: bool) -> TailPolicy:

@@ -38,10 +38,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .base import Allowances, AttentionBackend, AttentionConfig, ConfigError
-from .batch import PADDING_ROW, ForwardBatch, Pools
+from .base import Allowances, AttentionBackend, ConfigError
+from .batch import PADDING_ROW, ForwardBatch
 from .kernels.linear_state import PreparedLinearState, Ring
-from .modes import ForwardMode, Implementation, TailPolicy
+from .modes import ForwardMode
 from .oracle import Expected, HostBatch, HostPools, mamba
 
 Mode = ForwardMode
@@ -101,17 +101,8 @@ class MambaBackend(AttentionBackend):
     has_rings = True
     """Whether the replay-ring option exists."""
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        pools: Pools,
-        implementation: Implementation = Implementation.FUSED,
-        *,
-        recorded: bool = True,
-        tail: TailPolicy | None = None,
-    ) -> None:
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
-        self.ring_interval = config.extra.get("ring_interval", 0)
+    def take_options(self) -> None:
+        self.ring_interval = self.config.extra.get("ring_interval", 0)
         if self.ring_interval:
             self._check_ring()
             shared = {"write_pos", "force_flush", "ring_cursors"}

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 
-from ..base import AttentionBackend
+from ..base import AttentionBackend, AttentionConfig
 from ..batch import ForwardBatch
 from ..modes import ForwardMode, ReadEnd
 
@@ -49,6 +49,12 @@ class Forwarding(AttentionBackend):
     def children(self) -> Sequence[AttentionBackend]:
         """The wrapped backends, none twice."""
         raise NotImplementedError
+
+    def new_child(self, made_of: type[AttentionBackend], config: AttentionConfig | None = None) -> AttentionBackend:
+        """A backend over the same tables, with the implementation, placement and tail that this wrapper was given."""
+        return made_of(
+            config or self.config, self.pools, self.implementation, recorded=self.recorded, tail=self.asked_tail
+        )
 
     def seen_by(self, child: int, fb: ForwardBatch) -> ForwardBatch:
         """The batch as child number `child` sees it."""

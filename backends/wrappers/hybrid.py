@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError
-from ..batch import ForwardBatch, Pools
-from ..modes import ForwardMode, Implementation, TailPolicy
+from ..base import Allowances, AttentionBackend, ConfigError
+from ..batch import ForwardBatch
+from ..modes import ForwardMode
 from ..oracle import HostBatch
 from ..registry import lookup
 from .composed import Composed, Part, joined
@@ -35,23 +35,13 @@ class Hybrid(Composed):
 
     modes = frozenset(Mode) - {Mode.IDLE}
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        pools: Pools,
-        implementation: Implementation = Implementation.FUSED,
-        *,
-        recorded: bool = True,
-        tail: TailPolicy | None = None,
-    ) -> None:
-        self.speculative = config.extra.get("speculative_attention_mode", "prefill")
+    def take_options(self) -> None:
+        extra = self.config.extra
+        self.speculative = extra.get("speculative_attention_mode", "prefill")
         if self.speculative not in SPECULATIVE:
             raise ConfigError(f"speculative_attention_mode must be prefill or decode, got {self.speculative!r}")
-        names = (config.extra.get(name, default) for name, default in DEFAULTS.items())
-        self.decode, self.prefill = (
-            lookup(name).load()(config, pools, implementation, recorded=recorded, tail=tail) for name in names
-        )
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
+        names = (extra.get(name, default) for name, default in DEFAULTS.items())
+        self.decode, self.prefill = (self.new_child(lookup(name).load()) for name in names)
         self.tail = self.decode.tail
 
     @property

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..base import AttentionBackend, AttentionConfig, ConfigError
-from ..batch import ForwardBatch, Pools
-from ..modes import ForwardMode, Implementation, TailPolicy
+from ..base import AttentionBackend, ConfigError
+from ..batch import ForwardBatch
+from ..modes import ForwardMode
 from ..oracle import HostBatch
 from ..registry import lookup
 from .composed import Composed, Part, joined
@@ -41,31 +41,21 @@ class HybridLinear(Composed):
 
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY})
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        pools: Pools,
-        implementation: Implementation = Implementation.FUSED,
-        *,
-        recorded: bool = True,
-        tail: TailPolicy | None = None,
-    ) -> None:
-        full, linear = (config.extra.get(side, name) for side, name in (("full", "triton"), ("linear", "mamba")))
+    def take_options(self) -> None:
+        extra = self.config.extra
+        full, linear = (extra.get(side, name) for side, name in (("full", "triton"), ("linear", "mamba")))
         for side, name, wanted in (("full", full, False), ("linear", linear, True)):
             if (lookup(name).family == LINEAR) is not wanted:
                 raise ConfigError(f"the {side} half of hybrid_linear cannot be {name}, of family {lookup(name).family}")
-        self.full, self.linear = (
-            self.child_class(name)(config, pools, implementation, recorded=recorded, tail=tail)
-            for name in (full, linear)
-        )
-        super().__init__(config, pools, implementation, recorded=recorded, tail=self.full.tail)
+        self.full, self.linear = (self.new_child(self.child_class(name)) for name in (full, linear))
+        self.tail = self.full.tail
         full, linear = self.full.allowances, self.linear.allowances
         self.allowances = replace(
             joined({"full": full, "linear": linear}, fused_launches=full.fused_launches + linear.fused_launches),
             dispatches_per_request=full.dispatches_per_request,  # a linear half does the same for any batch
             syncs_per_request=full.syncs_per_request,
         )
-        self.full_layers = frozenset(config.extra.get("full_layers", ()))
+        self.full_layers = frozenset(extra.get("full_layers", ()))
 
     @staticmethod
     def child_class(name: str) -> type[AttentionBackend]:

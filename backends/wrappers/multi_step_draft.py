@@ -38,7 +38,7 @@ from ..kernels.draft_kv_indices import launch_draft_kv_indices
 from ..kernels.draft_metadata import DraftMetadata
 from ..kernels.kv_splits import launch_kv_splits
 from ..kernels.launch import launch
-from ..modes import ForwardMode, Implementation, TailPolicy
+from ..modes import ForwardMode
 from ..oracle import Expected, HostBatch, HostPools, multi_step_draft
 from ..registry import lookup
 from ..triton import TritonDraftStep, check_index_space, numpy_type, split_rule
@@ -101,15 +101,8 @@ class MultiStepDraft(Forwarding):
         aliases=frozenset({frozenset(f"step{i}.num_kv_splits" for i in range(16))}),  # one vector serves every step
     )
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        pools: Pools,
-        implementation: Implementation = Implementation.FUSED,
-        *,
-        recorded: bool = True,
-        tail: TailPolicy | None = None,
-    ) -> None:
+    def take_options(self) -> None:
+        config = self.config
         name = config.extra.get("inner", "triton")
         if name not in FAMILIES:
             raise ConfigError(f"multi_step_draft has no inner backend {name!r}. It has: {', '.join(FAMILIES)}")
@@ -119,11 +112,7 @@ class MultiStepDraft(Forwarding):
         inner = self.family.step or lookup(name).load()
         alone = self.family.one_for_all or self.family.slots_only
         served = min(steps - 1, 1) if alone else steps - 1
-        self._inners = [
-            inner(replace(config, step_id=i), pools, implementation, recorded=recorded, tail=tail)
-            for i in range(served)
-        ]
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
+        self._inners = [self.new_child(inner, replace(config, step_id=i)) for i in range(served)]
         if self.family.shares_tables:  # upstream's launch fills a row for step S - 1 too, which nobody serves
             shared = ("kv_indptr", "kv_indices", "wrappers.0.kv_indptr", "wrappers.0.kv_indices")
             spills = frozenset(f"step{i}.{name}" for i in range(served) for name in shared)

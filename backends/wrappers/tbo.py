@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from ..base import Allowances, AttentionBackend, AttentionConfig, ConfigError
-from ..batch import ForwardBatch, Pools, SpecInfo
+from ..base import Allowances, AttentionBackend, ConfigError
+from ..batch import ForwardBatch, SpecInfo
 from ..kernels.batch_halves import prepare_batch_halves
 from ..kernels.launch import PreparedLaunch
-from ..modes import ForwardMode, Implementation, TailPolicy
+from ..modes import ForwardMode, Implementation
 from ..oracle import HostBatch
 from ..registry import lookup
 from .composed import Composed, Part, joined
@@ -173,22 +173,13 @@ class TwoBatchOverlap(Composed):
 
     modes = frozenset({Mode.DECODE, Mode.TARGET_VERIFY})
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        pools: Pools,
-        implementation: Implementation = Implementation.FUSED,
-        *,
-        recorded: bool = True,
-        tail: TailPolicy | None = None,
-    ) -> None:
-        inner = lookup(config.extra.get("inner", "trtllm_mha")).load()
-        self.primary, *halves = (inner(config, pools, implementation, recorded=recorded, tail=tail) for _ in range(3))
+    def take_options(self) -> None:
+        inner = lookup(self.config.extra.get("inner", "trtllm_mha")).load()
+        self.primary, *halves = (self.new_child(inner) for _ in range(3))
         self.halves = halves if getattr(self.primary, "tbo_supports_cuda_graph", True) else []
-        super().__init__(config, pools, implementation, recorded=recorded, tail=tail)
         self.tail = self.primary.tail
         # Recorded halves read static slots, and look at their own batch for nothing but its size; a plan does look.
-        self.splits_at_replay = not recorded or type(self.primary).plan is not AttentionBackend.plan
+        self.splits_at_replay = not self.recorded or type(self.primary).plan is not AttentionBackend.plan
         self._split: dict[tuple[ForwardMode, int], list[Part]] = {}
         self._refresh: dict[tuple[ForwardMode, int], PreparedLaunch] = {}
 
