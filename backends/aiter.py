@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 
-from .aten_ops import check_mask_as_captured, check_slots, copy_live_mask, write_running_sum, write_swa_slots
+from .aten_ops import (
+    check_mask_fits,
+    check_slots,
+    checked_mask,
+    copy_live_mask,
+    live_token_count,
+    write_running_sum,
+    write_swa_slots,
+)
 from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .flashinfer import step_lists
@@ -276,7 +284,7 @@ class AiterBackend(AttentionBackend):
         mask = fb.spec_info.custom_mask
         md.mask_indptr, md.max_extend_len = self.mask_indptr[: b + 1], queries
         if mask is not None:
-            self._check_mask(mask)
+            check_mask_fits(mask, self.custom_mask)
             md.custom_mask = self.custom_mask
             if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
                 # The recorded ATen chain cannot slice by a live length, it selects by cell number.
@@ -403,7 +411,7 @@ class AiterBackend(AttentionBackend):
             self._aten_queries(b, n)
         else:
             md.max_kv_len = longest
-            mask = self._live_mask(fb, md)
+            mask = checked_mask(fb, md.custom_mask, self.custom_mask)
             if mask is not None:
                 self.custom_mask[: mask.shape[0]] = mask
             indptr = self.mask_indptr
@@ -442,7 +450,7 @@ class AiterBackend(AttentionBackend):
         if md.mask_indptr is not None:
             write_running_sum(md.mask_indptr, md.max_q_len * (seq_lens + md.max_q_len))
         if md.custom_mask is not None:
-            live = self._live_tokens(fb) // md.max_q_len
+            live = live_token_count(fb) // md.max_q_len
             copy_live_mask(md.custom_mask, fb.spec_info.custom_mask, md.mask_indptr, live, b, self.cell_numbers)
         self._launch_plan(fb, md.kv_indptr)
         if md.swa_out_cache_loc is not None:
@@ -461,10 +469,10 @@ class AiterBackend(AttentionBackend):
             given["out_cache_loc"] = fb.out_cache_loc
         if fb.forward_mode is Mode.DRAFT_EXTEND:
             given["aux"] = fb.spec_info.num_accept_tokens
-        elif md.mask_indptr is not None and self._live_mask(fb, md) is not None:
+        elif md.mask_indptr is not None and checked_mask(fb, md.custom_mask, self.custom_mask) is not None:
             given["mask"] = fb.spec_info.custom_mask
             if self.recorded:
-                given["live_tokens"] = self._live_tokens(fb)
+                given["live_tokens"] = live_token_count(fb)
         md.fused(fb.req_pool_indices, fb.seq_lens, **given)
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
@@ -481,22 +489,6 @@ class AiterBackend(AttentionBackend):
             preset_queries=self.unified and mode is Mode.DECODE,
             work=None if plan is None else _plan_options(plan),
         )
-
-    def _live_mask(self, fb: ForwardBatch, md: AiterMetadata) -> torch.Tensor | None:
-        mask = fb.spec_info.custom_mask
-        check_mask_as_captured(mask, md.custom_mask)
-        if mask is not None:
-            self._check_mask(mask)
-        return mask
-
-    def _check_mask(self, mask: torch.Tensor) -> None:
-        if mask.shape[0] > self.custom_mask.shape[0]:
-            raise ConfigError(f"custom_mask has {mask.shape[0]} cells, its buffer holds {self.custom_mask.shape[0]}")
-
-    def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:
-        if fb.num_token_non_padded is None:
-            raise ConfigError("num_token_non_padded is None: recorded work cannot tell how long the live mask is")
-        return fb.num_token_non_padded
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)

@@ -65,6 +65,39 @@ def check_mask_as_captured(mask: torch.Tensor | None, captured: torch.Tensor | N
         raise ConfigError(f"captured {had} a custom_mask, replayed {has} one")
 
 
+def check_mask_fits(mask: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Raises ConfigError: the tree mask has more cells than the buffer that graphs read."""
+    if mask.shape[0] > buffer.shape[0]:
+        raise ConfigError(
+            f"custom_mask has {mask.shape[0]} cells, its buffer holds {buffer.shape[0]}: it was sized for fewer "
+            "requests, draft tokens or tokens of context"
+        )
+
+
+def checked_mask(fb: ForwardBatch, captured: torch.Tensor | None, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """The batch's tree mask, as captured and within its buffer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    mask = fb.spec_info.custom_mask
+    check_mask_as_captured(mask, captured)
+    if mask is not None:
+        check_mask_fits(mask, buffer)
+    return mask
+
+
+def live_token_count(fb: ForwardBatch, otherwise: str = "how long the live mask is") -> torch.Tensor:
+    """How many tokens of a padded batch are live: [1] int32, on the device.
+
+    Raises:
+        ConfigError: the batch does not say; `otherwise` is what nobody can tell then.
+    """
+    if fb.num_token_non_padded is None:
+        raise ConfigError(f"num_token_non_padded is None: recorded work cannot tell {otherwise}")
+    return fb.num_token_non_padded
+
+
 def padded_mask(mask: torch.Tensor, cells: int) -> torch.Tensor:
     """The tree mask, `cells` long: padding rows have none in it, and see everything."""
     missing = cells - mask.shape[0]

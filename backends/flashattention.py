@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .aten_ops import check_slots, write_running_sum, write_swa_slots
+from .aten_ops import check_slots, live_token_count, write_running_sum, write_swa_slots
 from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.cascade_metadata import CascadeTables, prepare_draft_cascade, prepare_verify_cascade
@@ -476,7 +476,7 @@ class FlashAttentionBackend(AttentionBackend):
         before = (torch.cumsum(cells, 0) - cells) * n
         rows = before[:, None] + self.draft_numbers * cells[:, None]
         indices = (rows[:, :, None] + columns[:, None, :]).view(b * n, n)
-        padding = self.query_numbers[: b * n, None] >= _live_tokens(fb)
+        padding = self.query_numbers[: b * n, None] >= live_token_count(fb, "where the live queries end")
         sees = fb.spec_info.custom_mask[indices.masked_fill(padding, 0)]
         unseen_last = self.draft_numbers + n * (~sees).to(torch.int64)
         slots = self.pools.req_to_token[pool[:, None], columns][:, None, :].expand(b, n, n).reshape(b * n, n)
@@ -521,7 +521,7 @@ class FlashAttentionBackend(AttentionBackend):
         if md.expand is not None:
             return prepare_verify_cascade(
                 self._verify_tables(md), table, fb.req_pool_indices, fb.seq_lens, fb.spec_info.custom_mask,
-                _live_tokens(fb), fb.out_cache_loc, self.arrived, c.page_size, config,
+                live_token_count(fb, "where the live queries end"), fb.out_cache_loc, self.arrived, c.page_size, config,
             )  # fmt: skip
         if md.local_attn_metadata is not None or md.encoder_page_table is not None:
             return prepare_flash_decode(
@@ -649,9 +649,3 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _numbers(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int64, device=self.device)
-
-
-def _live_tokens(fb: ForwardBatch) -> torch.Tensor:
-    if fb.num_token_non_padded is None:
-        raise ConfigError("num_token_non_padded is None: recorded work cannot tell where the live queries end")
-    return fb.num_token_non_padded

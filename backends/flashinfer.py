@@ -31,6 +31,7 @@ import torch
 from .aten_ops import (
     check_mask_as_captured,
     check_slots,
+    live_token_count,
     padded_mask,
     refill_swa_slots,
     tokens_on_host,
@@ -358,7 +359,7 @@ class FlashInferBackend(AttentionBackend):
             # Mapped in the launch: how long the list is, a graph cannot ask.
             launch_kv_indices(self.pools.req_to_token, pool, lens, w.kv_indptr, w.kv_indices, b, start, mapping)
             if w.custom_mask is not None:
-                self._pack(w, seq_lens, lens, fb.spec_info.custom_mask, n, keep, self._live_tokens(fb))
+                self._pack(w, seq_lens, lens, fb.spec_info.custom_mask, n, keep, live_token_count(fb))
         if mode is Mode.DRAFT_EXTEND:
             write_running_sum(md.qo_indptr, fb.spec_info.num_accept_tokens[:b])
         elif mode is not Mode.DECODE:
@@ -374,7 +375,7 @@ class FlashInferBackend(AttentionBackend):
             aux = fb.spec_info.num_accept_tokens
         elif fb.forward_mode is Mode.TARGET_VERIFY:
             mask = self._live_mask(fb, md)
-            live_tokens = self._live_tokens(fb) if self.recorded and mask is not None else None
+            live_tokens = live_token_count(fb) if self.recorded and mask is not None else None
         if md.swa_out_cache_loc is not None:
             check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
         md.fused(
@@ -440,11 +441,6 @@ class FlashInferBackend(AttentionBackend):
             return None
         check_mask_as_captured(mask, bound)
         return mask
-
-    def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:
-        if fb.num_token_non_padded is None:
-            raise ConfigError("num_token_non_padded is None: recorded work cannot tell how long the live mask is")
-        return fb.num_token_non_padded
 
     def _zeros(self, n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(n, dtype=dtype, device=self.device)

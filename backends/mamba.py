@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .aten_ops import live_token_count
 from .base import Allowances, AttentionBackend, ConfigError
 from .batch import PADDING_ROW, ForwardBatch
 from .kernels.linear_state import PreparedLinearState, Ring
@@ -257,7 +258,7 @@ class MambaBackend(AttentionBackend):
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: MambaMetadata) -> None:
         b, n = fb.batch_size, self._width(fb)
-        requests = self._live_tokens(fb) // n
+        requests = live_token_count(fb, "which rows are padding") // n
         live = self.row_numbers[:b] < requests
         pool = fb.req_pool_indices[:b]
         pool.mul_(live)
@@ -302,14 +303,16 @@ class MambaBackend(AttentionBackend):
         if md.retrieve_next_token is not None:
             links = fb.spec_info.retrieve_next_token, fb.spec_info.retrieve_next_sibling
         lengths = fb.seq_lens if self.ring_interval else None
-        md.fused(fb.req_pool_indices, self._live_tokens(fb), *links, fb.mamba_track_indices, lengths)
+        md.fused(
+            fb.req_pool_indices, live_token_count(fb, "which rows are padding"), *links, fb.mamba_track_indices, lengths
+        )
 
     def _launch_arguments(self, fb: ForwardBatch, md: MambaMetadata) -> dict:
         """Everything that `PreparedLinearState` is bound to."""
         return {
             "req_pool_indices": fb.req_pool_indices,
             "state_slots": self.pools.state_slots,
-            "live_tokens": self._live_tokens(fb),
+            "live_tokens": live_token_count(fb, "which rows are padding"),
             "state_indices": md.mamba_cache_indices,
             "query_start_loc": md.query_start_loc,
             "physical_slots": self.pools.physical_slots,
@@ -360,11 +363,6 @@ class MambaBackend(AttentionBackend):
     def _width(self, fb: ForwardBatch) -> int:
         """Query tokens of a request."""
         return self.tokens if self._verifies(fb) else 1
-
-    def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:
-        if fb.num_token_non_padded is None:
-            raise ConfigError("num_token_non_padded is None: recorded work cannot tell which rows are padding")
-        return fb.num_token_non_padded
 
 
 def first_rows(x: torch.Tensor, b: int) -> torch.Tensor:

@@ -24,9 +24,11 @@ import numpy as np
 import torch
 
 from .aten_ops import (
-    check_mask_as_captured,
+    check_mask_fits,
     check_slots,
+    checked_mask,
     copy_live_mask,
+    live_token_count,
     translate_in_place,
     write_running_sum,
     write_swa_slots,
@@ -229,7 +231,7 @@ class TritonBackend(AttentionBackend):
         self._kv_indices(pool, seq_lens, kv_indptr, self.kv_indices, b)
         if self.window:
             self.window_kv_offsets[:b].copy_(self._aten_window(pool[:b], seq_lens, b, starts=True))
-        mask = self._live_mask(fb, md)
+        mask = checked_mask(fb, md.custom_mask, self.custom_mask)
         if mask is not None:
             self.custom_mask[: mask.shape[0]] = mask
         mask_lens = n * (seq_lens + n)
@@ -322,7 +324,7 @@ class TritonBackend(AttentionBackend):
 
     def _static_mask(self, fb: ForwardBatch, t: CsrTables) -> None:
         """Copy the live requests' cells of the runner's mask; where they end, their number and mask_indptr say."""
-        live = self._live_tokens(fb) // t.queries
+        live = live_token_count(fb) // t.queries
         copy_live_mask(
             t.custom_mask, fb.spec_info.custom_mask, t.mask_indptr, live, fb.batch_size, self.cell_numbers
         )  # fmt: skip
@@ -333,8 +335,8 @@ class TritonBackend(AttentionBackend):
             extend_lens = self._static_extend_lens(fb) if self.recorded else fb.spec_info.extend_seq_lens
             extend_lens = self.no_lens if extend_lens is None else extend_lens
         if mode is Mode.TARGET_VERIFY:
-            mask = self._live_mask(fb, md)
-            live_tokens = self._live_tokens(fb) if self.recorded and mask is not None else None
+            mask = checked_mask(fb, md.custom_mask, self.custom_mask)
+            live_tokens = live_token_count(fb) if self.recorded and mask is not None else None
         if md.swa_out_cache_loc is not None:
             check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
         self.fused[mode, fb.batch_size](
@@ -375,36 +377,17 @@ class TritonBackend(AttentionBackend):
         mask = fb.spec_info.custom_mask
         if mask is None:
             return False
-        self._check_mask(mask)
+        check_mask_fits(mask, self.custom_mask)
         if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
             # The recorded ATen chain cannot slice by a live length, it selects by cell number.
             self.cell_numbers = torch.arange(self.custom_mask.shape[0], device=self.device)
         return True
-
-    def _live_mask(self, fb: ForwardBatch, md: TritonMetadata) -> torch.Tensor | None:
-        mask = fb.spec_info.custom_mask
-        check_mask_as_captured(mask, md.custom_mask)
-        if mask is not None:
-            self._check_mask(mask)
-        return mask
-
-    def _check_mask(self, mask: torch.Tensor) -> None:
-        if mask.shape[0] > self.custom_mask.shape[0]:
-            raise ConfigError(
-                f"custom_mask has {mask.shape[0]} cells, its buffer holds {self.custom_mask.shape[0]} "
-                f"({self.max_bs} requests of {self.config.draft_tokens} tokens, max_context {self.config.max_context})"
-            )
 
     def _static_extend_lens(self, fb: ForwardBatch) -> torch.Tensor:
         lens = fb.spec_info.extend_seq_lens
         if lens is None:
             raise ConfigError("extend_seq_lens is None: recorded work would take every new length as 0 for ever")
         return lens
-
-    def _live_tokens(self, fb: ForwardBatch) -> torch.Tensor:
-        if fb.num_token_non_padded is None:
-            raise ConfigError("num_token_non_padded is None: recorded work cannot tell how long the live mask is")
-        return fb.num_token_non_padded
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
