@@ -68,8 +68,8 @@ class BlockTableBackend(AttentionBackend):
         update = sglang_block_table().update
 
         def build(pool: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, bs: int) -> None:
-            arguments = (self.pools.req_to_token, pool[:bs], lens[:bs], table)
-            foreign_launch(partial(update, *arguments, self.config.page_size), arguments)
+            arguments = (self.pools.req_to_token, pool, lens, table)
+            foreign_launch(partial(update, *arguments, bs, self.config.page_size), arguments)
 
         self.build_classic = build
         return self.rebuild_aten_static if self.recorded else self.rebuild_aten

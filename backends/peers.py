@@ -166,15 +166,16 @@ def _block_table(
     req_pool_indices: torch.Tensor,
     lens: torch.Tensor,
     table: torch.Tensor,
+    bs: int,
     page_size: int,
 ) -> None:
     """One launch, a program for each block of pages that a row has room for.
 
     Args:
-        req_to_token: [rows, width] int32. req_pool_indices, lens: [B]. table: [B, columns] int32, out.
+        req_to_token: [rows, width] int32. req_pool_indices, lens: [>=bs]. table: [>=bs, columns] int32, out.
     """
     blocks = engine.get_num_kv_index_blocks_flashmla(table.stride(0), page_size)
-    engine.create_flashmla_kv_indices_triton[(lens.shape[0], blocks)](
+    engine.create_flashmla_kv_indices_triton[(bs, blocks)](
         req_to_token, req_pool_indices, lens, None, table, req_to_token.stride(0), table.stride(0), page_size
     )
 

@@ -18,6 +18,7 @@ from attn_graph.backends.runners.multi_layer_eagle_draft_extend import (
 from attn_graph.backends.runners.read_done import ReadDone
 from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
+from attn_graph.profilers.conformance.faults.multi_layer_eagle_draft_extend import DefaultsHook
 from runner_cases import built, captured
 from runner_spies import DEVICE, GRAPHS, H, SpyBackend, a_step, on_device, pools
 
@@ -77,17 +78,6 @@ def test_each_layer_is_captured_with_its_own_backend_and_that_backends_warm_up_h
         body = [f"layer{i} in", f"forward{i}"]
         assert names(part) == ["capture", *body, f"layer{i} warm", *body, f"layer{i} warm", *body]
     assert len(log) == 30
-
-
-class DefaultsHook(MultiLayerEagleDraftExtendRunner):
-    """The first backend's warm-up hook for every layer."""
-
-    def _capture_layers(self, layers, bucket, batch):
-        own, self.backends = self.backends, (self.backends[0],) * len(self.backends)
-        try:
-            return super()._capture_layers(layers, bucket, batch)
-        finally:
-            self.backends = own
 
 
 @pytest.mark.parametrize(("cls", "each"), [(MultiLayerEagleDraftExtendRunner, [2, 2, 2]), (DefaultsHook, [6, 0, 0])])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ....backends.modes import ForwardMode, ReadEnd
 from ....backends.runners.decode import DecodeRunner
 from ....backends.runners.glue import GlueGraphs
-from .variants import runner_variant
+from .variants import PoolRowsKept, runner_variant
 
 
 class LaunchesBeforeTheHook(DecodeRunner):
@@ -45,14 +45,8 @@ class RebindsSlots(DecodeRunner):
         super().load_batch(step)
 
 
-class KeepsPoolRows(DecodeRunner):
+class KeepsPoolRows(PoolRowsKept, DecodeRunner):
     """Padding rows keep the pool rows of the last batch: somebody else's page table is read, and written."""
-
-    def load_batch(self, step):
-        rows, live = self.slots.req_pool_indices, step.batch_size
-        kept = rows[live:].clone()
-        super().load_batch(step)
-        rows[live:] = kept
 
 
 class StalePositions(DecodeRunner):

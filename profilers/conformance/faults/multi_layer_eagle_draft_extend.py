@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....backends.modes import ForwardMode
 from ....backends.runners.eagle_draft_extend import ExtendStep
 from ....backends.runners.multi_layer_eagle_draft_extend import MultiLayerEagleDraftExtendRunner
-from .variants import runner_variant
+from .variants import PoolRowsKept, runner_variant
 
 
 class DefaultsHook(MultiLayerEagleDraftExtendRunner):
@@ -32,14 +32,8 @@ class FirstLayersHook(MultiLayerEagleDraftExtendRunner):
             self._tokens[bucket, i] = made.tokens
 
 
-class KeepsPoolRows(MultiLayerEagleDraftExtendRunner):
+class KeepsPoolRows(PoolRowsKept, MultiLayerEagleDraftExtendRunner):
     """Preparing a step does not zero the pool rows behind the live ones."""
-
-    def load_batch(self, step):
-        rows, live = self.slots.req_pool_indices, step.batch_size
-        kept = rows[live:].clone()
-        super().load_batch(step)
-        rows[live:] = kept
 
 
 class LeavesWarmUps(MultiLayerEagleDraftExtendRunner):

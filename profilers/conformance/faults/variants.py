@@ -45,6 +45,16 @@ def runner_variant(broken: type[GraphRunner], *caught_by: str, mode: ForwardMode
     return RunnerFault(name_of(broken), title_of(broken), caught_by, mode, broken)
 
 
+class PoolRowsKept:
+    """To put before a runner: padding rows keep the pool rows of the last batch."""
+
+    def load_batch(self, step):
+        rows, live = self.slots.req_pool_indices, step.batch_size
+        kept = rows[live:].clone()
+        super().load_batch(step)
+        rows[live:] = kept
+
+
 def name_of(broken: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", broken.__name__).lower()
 
