@@ -139,8 +139,8 @@ def _rows(
     arms: dict[Any, Body] = {"default": bodies[default], "chain": inputs.chain(), "one": _idle(1), **theirs}
     if best != default:
         arms["tuned"] = bodies[best]
-    starts = {config: ("start", config.num_warps, inputs.programs(config)) for config in (default, best)}
-    arms |= {name: _idle(name[2], name[1]) for name in starts.values()}
+    starts = {config: (inputs.programs(config), config.num_warps) for config in (default, best)}
+    arms |= {start: _idle(*start) for start in starts.values()}
     for cold in (False, True):
         times = interleaved_us(arms, device=device, cold=cold, repeats=REPEATS, timer=timer)
         mid = {name: median(values) for name, values in times.items()}

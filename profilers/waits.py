@@ -6,7 +6,7 @@ They are made from the samples alone, so they can be made again from a saved run
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,9 +92,10 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
     from that, and `error_*` the same as a share of the measured wait, its exchange included.
     """
     groups: dict[tuple[str, str], list[tuple[Case, pd.DataFrame]]] = {}
-    for case, arm, rows in _arms(samples):
+    arms = list(_arms(samples))
+    for case, arm, rows in arms:
         groups.setdefault((replace(case, tp=1).key, arm), []).append((case, rows))
-    delays = _delays(samples)
+    delays = _delays(arms)
     for (_, arm), runs in groups.items():
         counts = sorted({*rank_counts, *(case.tp for case, _ in runs if case.tp > 1)})
         found = {row["n_ranks"]: row for case, rows in runs for row in _measured_row(case, arm, rows)}
@@ -104,7 +105,7 @@ def predict_rows(samples: pd.DataFrame, rank_counts: Sequence[int] = ()) -> Iter
             if len(ends) < 2:
                 continue
             if case.tp > 1:
-                others = [found for other, found in delays.get(case, {}).items() if other != arm]
+                others = [late for other, late in delays.get(case, {}).items() if other != arm]
                 arrivals = {"": ends} | ({CALIBRATED: ends + np.mean(others, axis=0)} if others else {})
                 for model, arrived in arrivals.items():
                     row = _row(case, arm, case.tp, case.tp, model, PREDICTED, skew(arrived))
@@ -135,10 +136,10 @@ def device_delays_us(ends: np.ndarray, waits: np.ndarray) -> np.ndarray:
     return np.median(apart, axis=0)
 
 
-def _delays(samples: pd.DataFrame) -> dict[Case, dict[str, np.ndarray]]:
+def _delays(arms: Iterable[tuple[Case, str, pd.DataFrame]]) -> dict[Case, dict[str, np.ndarray]]:
     """`device_delays_us` of every arm that was measured on devices, by case."""
     found: dict[Case, dict[str, np.ndarray]] = {}
-    for case, arm, rows in _arms(samples):
+    for case, arm, rows in arms:
         ends, waits = _by_step(rows, "launch_end_us", MEASURED), _by_step(rows, "first_wait_us", MEASURED)
         if ends.shape == waits.shape and len(ends) > 1:
             found.setdefault(case, {})[arm] = device_delays_us(ends, waits)

@@ -164,17 +164,17 @@ def possible_sizes(
 
 def _wanted_sizes(backend: str, mode: ForwardMode, device: torch.device, *, full: bool) -> Iterator[Sizes]:
     info = lookup(backend, *HAVE_METADATA)
-    compositions = info.compositions
     sizes = full_sizes(mode, device) if full else quick_sizes(mode)
-    if not compositions:
+    if not info.compositions:
         every = list(sizes)
         yield from every
         for options in info.options_in(mode):
             for size in every[: WITH_OPTIONS[full]]:
                 yield replace(size, probe=False, steps=4, options=tuple(options.items()))
-    for number, size in enumerate(islice(sizes, OF_A_COMPOSITION[full]) if compositions else ()):
+        return
+    for number, size in enumerate(islice(sizes, OF_A_COMPOSITION[full])):
         size = replace(size, probe=number == 0)
-        for options in compositions:
+        for options in info.compositions:
             # No multiples of the draft steps: so many write slots could be those of all steps of fewer requests.
             yield replace(size, buckets=(1, 4, 8) if full else (2, 5), options=tuple(options.items()))
 

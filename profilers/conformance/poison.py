@@ -221,7 +221,7 @@ class Poisoned:
             if not s.place.covered:
                 torch.where(s.place.inside, whole, s.saved, out=whole)
             left.append(_Left(s, got, wrong))
-        return Compared(self.bound, self.expected, left)
+        return Compared(self.bound, self.expected, left, [one.wrong.any() for one in left])
 
     def mismatches(self) -> list[Mismatch]:
         """Compare and read."""
@@ -240,10 +240,7 @@ class Compared:
     bound: Mapping[str, torch.Tensor]
     expected: Mapping[str, OnDevice]
     left: Sequence[_Left]
-    flags: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "flags", [left.wrong.any() for left in self.left])
+    flags: list[torch.Tensor]
 
     @property
     def held_bytes(self) -> int:

@@ -308,10 +308,9 @@ def padding_of_slots(subject: RunnerSubject) -> Iterator[str]:
     pools = subject.pools()
     runner = subject.built(pools=pools)
     yield from _wrong_captures(subject, runner)
-    fill, tokens = runner.slots.fill_value, runner.slots.tokens_per_req
+    fill = runner.slots.fill_value
     pads = {"req_pool_indices": 0, "seq_lens": fill, "seq_lens_cpu": fill, "positions": 0, "out_cache_loc": 0}
     pads |= CLEARED.get(subject.name, {})
-    widths = {"positions": tokens, "out_cache_loc": runner.slots.slots_per_req}
     for lengths in (LENGTHS[0], LENGTHS[1], ()):
         step = subject.step(lengths, pools)
         runner.load_batch(step)
@@ -322,12 +321,11 @@ def padding_of_slots(subject: RunnerSubject) -> Iterator[str]:
             act()
             for name, pad in pads.items():
                 given = getattr(step, name)
-                wanted = torch.full_like(rows[name], pad)[: b * widths.get(name, 1)]
+                wanted = torch.full_like(rows[name], pad)
                 if given is not None:  # an idle step brings none
                     wanted[: len(given)] = given
-                found = rows[name][: len(wanted)]
-                if not torch.equal(found, wanted):
-                    found, wanted = found.tolist(), wanted.tolist()
+                if not torch.equal(rows[name], wanted):
+                    found, wanted = rows[name].tolist(), wanted.tolist()
                     yield f"slots.{name} is {found}, wanted {wanted} ({live} live in B={b}, {when})"
     runner.load_batch(replace(subject.step(LENGTHS[1], pools), seq_lens_cpu=None))
     if runner.view.seq_lens_cpu is not None or runner.view.seq_lens_sum is not None:

@@ -66,12 +66,8 @@ class Replay:
 class Observed:
     """A replay whose outcome is still on the device."""
 
-    rig: Rig
-    number: int
-    bucket: int
-    live: int
-    unfit: tuple[Mismatch, ...]
-    moved: tuple[str, ...]
+    replay: Replay  # as far as it is known
+    slots_watch: Watch
     compared: Compared
     slots: tuple[list[torch.Tensor], list[torch.Tensor]]  # before and after
     slots_differ: tuple[torch.Tensor, ...]
@@ -87,10 +83,9 @@ class Observed:
     def told(self, flags: Sequence[bool]) -> Replay:
         """flags: values of `self.flags`."""
         own = len(self.compared.flags)
-        mismatches = (*self.unfit, *self.compared.mismatches(flags[:own]))
-        changed = self.rig.slots_watch.changed(*self.slots) if any(flags[own:]) else ()
-        mutated = tuple(f"slots.{name}" for name in changed)
-        return Replay(self.number, self.rig.arm, self.bucket, self.live, mismatches, self.moved, mutated)
+        mismatches = (*self.replay.mismatches, *self.compared.mismatches(flags[:own]))
+        names = self.slots_watch.changed(*self.slots) if any(flags[own:]) else ()
+        return replace(self.replay, mismatches=mismatches, mutated=tuple(f"slots.{name}" for name in names))
 
 
 MOST_UNREAD_BYTES = 2**28
@@ -417,8 +412,8 @@ class Rig:
             self.runner.launch()
             compared, after = poisoned.compare(), self.slots_watch.copy()
             differ = tuple((old != new).any() for old, new in zip(before, after, strict=True))
-        moved = tuple(self._moved(bucket))
-        return Observed(self, number, bucket, live.batch_size, tuple(cannot), moved, compared, (before, after), differ)
+        known = Replay(number, self.arm, bucket, live.batch_size, tuple(cannot), tuple(self._moved(bucket)), ())
+        return Observed(known, self.slots_watch, compared, (before, after), differ)
 
     def _moved(self, bucket: int) -> Iterator[str]:
         """How the metadata in use differs from what was captured."""

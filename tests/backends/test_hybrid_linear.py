@@ -10,12 +10,13 @@ import pytest
 from attn_graph.backends.base import AttentionBackend, ConfigError, NotCapturedError, tensors_of
 from attn_graph.backends.batch import idle_batch
 from attn_graph.backends.lightning import LightningBackend
-from attn_graph.backends.mamba import VARIANTS, MambaBackend
+from attn_graph.backends.mamba import VARIANTS
 from attn_graph.backends.modes import ForwardMode
 from attn_graph.backends.registry import lookup, registered
 from attn_graph.backends.wrappers.forwarding import hooks
 from attn_graph.backends.wrappers.hybrid_linear import LINEAR, HybridLinear
 from attn_graph.profilers.conformance.faults.hybrid_linear import NoInGraphHook
+from attn_graph.profilers.conformance.faults.mamba import CountsByValue
 from golden_replays import FOLDER, Golden, cases
 from linear_states import BUCKET, batches, capture, counted, requests
 from rebuilds import ARMS, replayed
@@ -23,13 +24,6 @@ from rebuilds import ARMS, replayed
 Mode = ForwardMode
 MODES = sorted(HybridLinear.modes)
 PAIRS = [("triton", "mamba"), ("trtllm_mha", "lightning"), ("flashattention", "mamba"), ("ascend", "ascend_gdn")]
-
-
-class CountsByValue(MambaBackend):
-    """Rows of the linear side's fill length are padding, whatever the engine says."""
-
-    def _padding(self, fb):
-        return super()._padding(dataclasses.replace(fb, num_padding=None))
 
 
 class LightningCountsByValue(LightningBackend):

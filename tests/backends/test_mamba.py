@@ -16,6 +16,7 @@ from attn_graph.backends.mamba import VARIANTS, MambaBackend
 from attn_graph.backends.modes import ForwardMode, Implementation
 from attn_graph.backends.registry import lookup
 from attn_graph.backends.runners.glue import GlueGraphs
+from attn_graph.profilers.conformance.faults.mamba import ClampedSlot, CountsByValue
 from attn_graph.profilers.conformance.findings import CHECKS, judge
 from attn_graph.profilers.conformance.matrix import Sizes
 from golden_replays import Golden, cases
@@ -36,21 +37,6 @@ from rebuilds import ARMS, replayed
 
 Mode = ForwardMode
 MODES = sorted(MambaBackend.modes)
-
-
-class CountsByValue(MambaBackend):
-    """Rows of the fill length are padding, whatever the engine says."""
-
-    def _padding(self, fb):
-        return super()._padding(dataclasses.replace(fb, num_padding=None))
-
-
-class ClampedSlot(MambaBackend):
-    """A19: padding's -1 clamped to slot 0, which somebody owns."""
-
-    def rebuild_fused(self, fb, md):
-        super().rebuild_fused(fb, md)
-        md.mamba_cache_indices.clamp_(min=0)
 
 
 class CountsCaptureLengths(MambaBackend):

@@ -15,6 +15,7 @@ from attn_graph.backends.runners.decode import upload
 from attn_graph.backends.runners.drafting import write_slots
 from attn_graph.backends.runners.eagle_draft import EagleDraftRunner
 from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
+from attn_graph.profilers.conformance.faults.eagle_draft import WithoutInGraphHook
 from rebuilds import ARMS
 from runner_cases import built, captured, wrong_fields
 from runner_spies import DEVICE, GRAPHS, H, SpyBackend, a_step, on_device, placement, pools
@@ -84,13 +85,6 @@ def test_hooks_run_in_order_three_times_and_twice_for_each_size():
     runner.load_batch(step([5, 9, 7]))
     runner.replay()
     assert log == ["out", "launch"]
-
-
-class WithoutInGraphHook(EagleDraftRunner):
-    """R13 and R14 called it here only; the other speculative runners did as this one does."""
-
-    def _metadata(self, batch):
-        pass
 
 
 @pytest.mark.parametrize(("cls", "stale"), [(EagleDraftRunner, False), (WithoutInGraphHook, True)])

@@ -16,6 +16,7 @@ from attn_graph.backends.runners.eagle_draft_extend import EagleDraftExtendRunne
 from attn_graph.backends.runners.read_done import ReadDone
 from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
+from attn_graph.profilers.conformance.faults.eagle_draft_extend import WithoutInGraphHook
 from attn_graph.profilers.counters import count
 from rebuilds import ARMS, host_pools
 from runner_cases import built, captured, wrong_fields
@@ -133,11 +134,6 @@ def test_hooks_run_in_order_and_the_in_graph_hook_is_in_the_body():
     runner.load_batch(step_of((20, 30, 40)))
     runner.replay()
     assert log == ["out", "launch"]
-
-
-class WithoutInGraphHook(EagleDraftExtendRunner):
-    def _metadata(self, batch):
-        pass
 
 
 @pytest.mark.parametrize(("cls", "stale"), [(EagleDraftExtendRunner, False), (WithoutInGraphHook, True)])

@@ -15,6 +15,7 @@ from attn_graph.backends.runners.slots import StaticSlots
 from attn_graph.backends.triton import TritonBackend
 from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.hybrid_linear import HybridLinear
+from attn_graph.profilers.conformance.faults.frozen_kv_mtp import OwnTables, SizedByRequests
 from rebuilds import ARMS
 from runner_cases import built, captured, wrong_fields
 from runner_spies import DEVICE, H, SpyBackend, a_step, on_device, pools
@@ -63,13 +64,6 @@ def test_every_row_is_the_oracles_over_the_targets_tables(cls, config, arm):
     assert "swa_page_table" in tensors_of(runner.backend.forward_metadata) or cls is TritonBackend
 
 
-class OwnPools(FrozenKvMtpRunner):
-    """The draft's tables stay in place."""
-
-    def __init__(self, backend, target, *args, **options):
-        super().__init__(backend, backend.pools, *args, **options)
-
-
 class OneStepMore(FrozenKvMtpRunner):
     """Captured as a draft step: the backend bakes one token more into every length."""
 
@@ -87,7 +81,7 @@ class WithoutInGraphHook(FrozenKvMtpRunner):
 
 @pytest.mark.parametrize(
     ("cls", "field"),
-    [(OwnPools, "page_table"), (OneStepMore, "cache_seqlens_int32"), (WithoutInGraphHook, "cache_seqlens_int32")],
+    [(OwnTables, "page_table"), (OneStepMore, "cache_seqlens_int32"), (WithoutInGraphHook, "cache_seqlens_int32")],
 )
 def test_the_comparison_catches(cls, field):
     runner = real(TrtllmMhaBackend, ARMS[3], CHAIN, runner=cls)
@@ -161,18 +155,9 @@ def test_hidden_states_chain_over_the_passes_and_bonus_tokens_seed_them():
 # Rows and padding.
 
 
-class StateOfRequests(FrozenKvMtpRunner):
-    """State sized by requests although rows are requests times branches: fixed upstream in R23."""
-
-    def __init__(self, backend, *args, **options):
-        init = backend.init_cuda_graph_state
-        backend.init_cuda_graph_state = lambda rows, tokens: init(rows // K, tokens // K)
-        super().__init__(backend, *args, **options)
-
-
 def test_state_is_sized_by_rows_or_the_backend_refuses():
     with pytest.raises(ConfigError, match="batch size 6 exceeds the buffers' 3 rows"):
-        real(TritonBackend, ARMS[3], CONFIG, runner=StateOfRequests)
+        real(TritonBackend, ARMS[3], CONFIG, runner=SizedByRequests)
 
 
 class KeepsPaddedHidden(FrozenKvMtpRunner):

@@ -19,6 +19,7 @@ from attn_graph.backends.trtllm_mha import TrtllmMhaBackend
 from attn_graph.backends.wrappers.hybrid_linear import HybridLinear
 from attn_graph.backends.wrappers.multi_step_draft import MultiStepDraft
 from attn_graph.backends.wrappers.tbo import TwoBatchOverlap
+from attn_graph.profilers.conformance.faults.decode import PublishesBeforeTheLaunch
 from attn_graph.profilers.graphs import GraphFactory
 from attn_graph.profilers.recorded import RecordedGraph
 from runner_spies import DEVICE, SpyBackend, a_step, graphs_noting, placement, pools
@@ -154,13 +155,6 @@ def test_wrappers_read_as_long_as_their_last_child():
     assert one_step.shared_read_ends(Mode.DRAFT_DECODE) is ReadEnd.PRE_REPLAY  # nobody reads
 
 
-class PublishesEarly(DecodeRunner):
-    """A04: the gather moved into the graph, the event stayed before the launch."""
-
-    def _read_end(self):
-        return ReadEnd.PRE_REPLAY
-
-
 class MarksBeforeTheHook(DecodeRunner):
     def _metadata(self, batch):
         self.read_done.mark()
@@ -193,7 +187,7 @@ def test_the_scheduler_may_rewrite_rows_the_moment_they_are_said_to_be_read(plac
     assert mixed_rows(DecodeRunner, placement=placement) == 0
 
 
-@pytest.mark.parametrize("fault", [PublishesEarly, MarksBeforeTheHook])
+@pytest.mark.parametrize("fault", [PublishesBeforeTheLaunch, MarksBeforeTheHook])
 def test_an_event_before_the_gather_mixes_two_steps_and_is_seen_here(fault):
     assert mixed_rows(fault) > 0
 
@@ -218,7 +212,7 @@ def test_write_slots_are_a_snapshot_once_the_rebuild_is_done():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cls", "clean"), [(DecodeRunner, True), (PublishesEarly, False)])
+@pytest.mark.parametrize(("cls", "clean"), [(DecodeRunner, True), (PublishesBeforeTheLaunch, False)])
 def test_two_streams_never_mix_rows_unless_the_event_is_early(cls, clean):
     """A04, C18."""
     device = torch.device("cuda")

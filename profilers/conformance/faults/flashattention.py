@@ -111,9 +111,7 @@ FAULTS = (
     variant(ConsecutivePages, "C3", mode=Mode.DRAFT_DECODE, sizes=Sizes(4, 61, (2,), topk=2, step_id=1), arm=RECORDED),
     variant(StepsOutermost, "C3", mode=Mode.DRAFT_DECODE, sizes=Sizes(1, 61, (2,), topk=2, steps=4), arm=RECORDED),
     variant(UnsharedPrefix, "C3", mode=Mode.DRAFT_DECODE, sizes=Sizes(16, 61, (2,), topk=2, steps=4), arm=RECORDED),
-    variant(
-        MaskLimitOfCapture, "C3", mode=Mode.TARGET_VERIFY, sizes=Sizes(16, 61, (3,), topk=2, steps=5), arm=RECORDED
-    ),
+    variant(MaskLimitOfCapture, "C3", mode=Mode.TARGET_VERIFY, sizes=PADDED_TREES, arm=RECORDED),
     variant(AcceptedQueries, "C3", mode=Mode.DRAFT_EXTEND_V2, sizes=SMALL, arm=FUSED),
     variant(PrefixOnly, "C3", mode=Mode.TARGET_VERIFY, sizes=SMALL),
     variant(FrozenColumns, "C3", "C4", sizes=SMALL, arm=RECORDED),

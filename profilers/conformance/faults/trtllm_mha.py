@@ -20,6 +20,7 @@ from ....backends.trtllm_mha import TrtllmMhaBackend
 from ..matrix import Sizes
 from ..subject import Subject
 from . import Fault
+from .variants import title_of
 
 Mode = ForwardMode
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; Python has the name from 3.13 on
@@ -43,8 +44,8 @@ def fault(
 
     def register(broken: type) -> type:
         attribute = "runner_class" if issubclass(broken, DecodeRunner) else "backend_class"
-        title, breaks = " ".join(broken.__doc__.split()).rstrip("."), partial(Subject.but, **{attribute: broken})
-        _found.append(Fault(name, title, caught_by, mode, sizes, (arm, *also), breaks, on))
+        breaks = partial(Subject.but, **{attribute: broken})
+        _found.append(Fault(name, title_of(broken), caught_by, mode, sizes, (arm, *also), breaks, on))
         return broken
 
     return register
