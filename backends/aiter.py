@@ -17,13 +17,13 @@ Padding has length N under speculation, else 1. Source: specs of SGLang's aiter 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .aten_ops import (
-    check_mask_fits,
+    bind_mask,
     check_slots,
     checked_mask,
     copy_live_mask,
@@ -47,7 +47,7 @@ from .kernels.kv_indices import launch_kv_indices
 from .kernels.mla_work_plan import MlaLists, MlaPlanBuffers, launch_mla_plan
 from .kernels.paged_lists import KvRange, PagedList, PagedLists, QueryStarts
 from .kernels.ragged_pages import RaggedPages, launch_ragged_pages
-from .modes import ForwardMode, Implementation, TailPolicy
+from .modes import ForwardMode, TailPolicy
 from .oracle import Expected, HostBatch, HostPools, aiter
 from .schedules import MLA_GRANULARITY, multiprocessors
 from .triton import check_index_space, numpy_type, rows
@@ -281,19 +281,13 @@ class AiterBackend(AttentionBackend):
         }
 
     def _bind_mask(self, fb: ForwardBatch, md: AiterMetadata, b: int, queries: int) -> None:
-        mask = fb.spec_info.custom_mask
         md.mask_indptr, md.max_extend_len = self.mask_indptr[: b + 1], queries
-        if mask is not None:
-            check_mask_fits(mask, self.custom_mask)
-            md.custom_mask = self.custom_mask
-            if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
-                # The recorded ATen chain cannot slice by a live length, it selects by cell number.
-                self.cell_numbers = torch.arange(self.custom_mask.shape[0], device=self.device)
+        md.custom_mask = bind_mask(self, fb)
         tables = CsrTables(
             md.kv_indptr, md.kv_indices, queries=queries, qo_indptr=md.qo_indptr, mask_indptr=md.mask_indptr,
             custom_mask=md.custom_mask, mapping=self.pools.full_to_swa, swa_out_cache_loc=md.swa_out_cache_loc,
         )  # fmt: skip
-        counts_mask = self.recorded and mask is not None
+        counts_mask = self.recorded and md.custom_mask is not None
         md.fused = CsrMetadata(tables, md.kernel_config, self.pools.req_to_token, b, counts_mask=counts_mask)
 
     def _fused_lists(self, md: AiterMetadata, mode: ForwardMode, b: int, queries: int) -> Callable[..., None]:
@@ -477,7 +471,8 @@ class AiterBackend(AttentionBackend):
 
     def expected(self, batch: HostBatch, pools: HostPools) -> dict[str, Expected]:
         mode = Mode(batch.mode)
-        md, plan = (of.get((mode, len(batch.seq_lens))) for of in (self.metadata, self.plans))
+        captured = mode, len(batch.seq_lens)
+        md, plan = self.metadata[captured], self.plans.get(captured)
         return aiter.expected(
             batch,
             pools,
@@ -499,10 +494,10 @@ class AiterDraftStep(AiterBackend):
 
     modes = frozenset({Mode.DRAFT_DECODE})
 
-    @property
-    def launches(self) -> int:
-        """Of a fused rebuild: pages, or a schedule, are made of a list that must be there first."""
-        return int(self.unified or self.persistent)
+    def take_options(self) -> None:
+        super().take_options()
+        # Pages, or a schedule, are made of a list that must be there first; lists are the wrapper's.
+        self.allowances = replace(self.allowances, fused_launches=int(self.unified or self.persistent))
 
     def bind(self, fb: ForwardBatch) -> AiterMetadata:
         b, (kv_indptr, kv_indices) = fb.batch_size, step_lists(fb)

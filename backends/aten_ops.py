@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .base import ConfigError
+from .base import AttentionBackend, ConfigError
 from .batch import ForwardBatch
+from .modes import Implementation
 
 
 def write_running_sum(indptr: torch.Tensor, counts: torch.Tensor) -> None:
@@ -85,6 +86,22 @@ def checked_mask(fb: ForwardBatch, captured: torch.Tensor | None, buffer: torch.
     if mask is not None:
         check_mask_fits(mask, buffer)
     return mask
+
+
+def bind_mask(backend: AttentionBackend, fb: ForwardBatch) -> torch.Tensor | None:
+    """The buffer that a captured graph reads its tree mask from; None where the capture has none. Baked either way.
+
+    Raises:
+        ConfigError: the mask does not fit.
+    """
+    mask = fb.spec_info.custom_mask
+    if mask is None:
+        return None
+    check_mask_fits(mask, backend.custom_mask)
+    if backend.recorded and backend.implementation is not Implementation.FUSED and backend.cell_numbers is None:
+        # The recorded ATen chain cannot slice by a live length, it selects by cell number.
+        backend.cell_numbers = torch.arange(backend.custom_mask.shape[0], device=backend.device)
+    return backend.custom_mask
 
 
 def live_token_count(fb: ForwardBatch, otherwise: str = "how long the live mask is") -> torch.Tensor:

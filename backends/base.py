@@ -238,6 +238,10 @@ class AttentionBackend(ABC):
         """The oracle's word on every metadata field, by its path in the metadata object, under this instance's
         tail policy. Plain NumPy: shares no code with the rebuilds."""
 
+    def classic_rebuild(self) -> Callable[[ForwardBatch, Any], None]:
+        """The classic chain: as a graph can hold it, or eager."""
+        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
+
     def _choose_rebuild(self):
         if self.implementation is Implementation.FUSED:
             return self.rebuild_fused
@@ -246,7 +250,7 @@ class AttentionBackend(ABC):
         if self.implementation is Implementation.COMPILE:
             # Dynamo guards on Python state; the bound tensors never change, so one entry per captured size stays.
             return torch.compile(self.rebuild_aten_static, dynamic=False)
-        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
+        return self.classic_rebuild()
 
     def _check_mode(self, fb: ForwardBatch) -> None:
         if fb.forward_mode not in self.modes:

@@ -72,7 +72,7 @@ class BlockTableBackend(AttentionBackend):
             foreign_launch(partial(update, *arguments, bs, self.config.page_size), arguments)
 
         self.build_classic = build
-        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
+        return self.classic_rebuild()
 
     def prepare_fused(
         self, fb: ForwardBatch, table: torch.Tensor, lens: torch.Tensor | None, offset: int

@@ -23,7 +23,7 @@ from, so everything it needs comes from the mirror of the same batch and nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -450,6 +450,7 @@ class FlashInferDraftStep(FlashInferBackend):
     """One step of a multi-step draft: the wrapper owns and fills its list, the plan is made here."""
 
     modes = frozenset({Mode.DRAFT_DECODE})
+    allowances = replace(FlashInferBackend.allowances, fused_launches=0)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.max_bs = max_bs

@@ -14,12 +14,12 @@ Source: specs of SGLang's flashinfer_mla backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from .aten_ops import padded_mask, tokens_on_host, write_running_sum
+from .aten_ops import padded_mask, write_running_sum
 from .base import Allowances, AttentionBackend, ConfigError, tensors_of
 from .batch import ForwardBatch
 from .flashinfer import most_tiles, step_lens, step_lists
@@ -175,7 +175,7 @@ class FlashInferMlaBackend(AttentionBackend):
         indices = torch.empty(total, dtype=torch.int32, device=self.device)
         launch_kv_indices(self.pools.req_to_token, pool, lens, indptr, indices, b)
         if verify and fb.spec_info.custom_mask is not None:
-            padded_mask(fb.spec_info.custom_mask, n * (tokens_on_host(fb) + n * b))  # made and never read
+            padded_mask(fb.spec_info.custom_mask, n * total)  # made and never read
         kv_len = indptr[1:] - indptr[:-1]
         self._hand_over(md, qo_indptr, indptr, indices, kv_len)
 
@@ -252,6 +252,7 @@ class FlashInferMlaDraftStep(FlashInferMlaBackend):
     """
 
     modes = frozenset({Mode.DRAFT_DECODE})
+    allowances = replace(FlashInferMlaBackend.allowances, fused_launches=0)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self.config.topk > 1:

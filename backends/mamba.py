@@ -103,7 +103,8 @@ class MambaBackend(AttentionBackend):
     """Whether the replay-ring option exists."""
 
     def take_options(self) -> None:
-        self.ring_interval = self.config.extra.get("ring_interval", 0)
+        extra = self.config.extra
+        self.ring_interval, self.ring_in_verify = extra.get("ring_interval", 0), extra.get("ring_in_verify", False)
         if self.ring_interval:
             self._check_ring()
             shared = {"write_pos", "force_flush", "ring_cursors"}
@@ -139,8 +140,8 @@ class MambaBackend(AttentionBackend):
         links = range(3) if self.config.topk > 1 else ()
         self.links = tuple(self._ints(0, max_bs, self.tokens) for _ in links)
         self.track_indices = self._ints(0, max_bs).long()
-        self.write_pos, self.force_flush = self._ints(0, max_bs), self._ints(0, max_bs)
         if self.ring_interval:
+            self.write_pos, self.force_flush = self._ints(0, max_bs), self._ints(0, max_bs)
             self.has_row = self._ints(0, len(self.pools.ring_cursors) + 1).bool()
         self.row_numbers = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
         self.row_starts = self.row_numbers * self.tokens
@@ -333,7 +334,7 @@ class MambaBackend(AttentionBackend):
             topk=self.config.topk,
             variant=self.variant,
             ring_interval=self.ring_interval,
-            ring_in_verify=self.config.extra.get("ring_in_verify", False),
+            ring_in_verify=self.ring_in_verify,
         )
 
     def _flush_interval(self, fb: ForwardBatch) -> int:
@@ -341,7 +342,7 @@ class MambaBackend(AttentionBackend):
         return 0 if self.variant == "kda" or self._verifies(fb) else self.ring_interval
 
     def _moves_cursors(self, fb: ForwardBatch) -> bool:
-        return not self._verifies(fb) or self.config.extra.get("ring_in_verify", False)
+        return not self._verifies(fb) or self.ring_in_verify
 
     def _ring(self, fb: ForwardBatch, md: MambaMetadata) -> Ring | None:
         if md.ring_cursors is None:

@@ -16,7 +16,7 @@ role. Source: specs of SGLang's triton backend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from .aten_ops import (
-    check_mask_fits,
+    bind_mask,
     check_slots,
     checked_mask,
     copy_live_mask,
@@ -164,7 +164,7 @@ class TritonBackend(AttentionBackend):
             queries=queries,
             qo_indptr=None if decode else self.qo_indptr[: b + 1],
             mask_indptr=self.mask_indptr[: b + 1] if verify else None,
-            custom_mask=self.custom_mask if verify and self._bound_mask(fb) else None,
+            custom_mask=bind_mask(self, fb) if verify else None,
             swa_out_cache_loc=None if self.swa_out_buffer is None else self.swa_out_buffer[: b * queries],
         )
         self.fused[mode, b] = CsrMetadata(
@@ -290,7 +290,7 @@ class TritonBackend(AttentionBackend):
             foreign_launch(partial(gather, *arguments), arguments)
 
         self._kv_indices = kv_indices
-        return self.rebuild_aten_static if self.recorded else self.rebuild_aten
+        return self.classic_rebuild()
 
     def rebuild_aten_static(self, fb: ForwardBatch, md: TritonMetadata) -> None:
         mode, b = fb.forward_mode, fb.batch_size
@@ -372,17 +372,6 @@ class TritonBackend(AttentionBackend):
             return fb.positions.shape[0] // fb.batch_size
         return self.config.draft_tokens
 
-    def _bound_mask(self, fb: ForwardBatch) -> bool:
-        """Whether the captured graph reads a mask: baked, as a null pointer or not."""
-        mask = fb.spec_info.custom_mask
-        if mask is None:
-            return False
-        check_mask_fits(mask, self.custom_mask)
-        if self.recorded and self.implementation is not Implementation.FUSED and self.cell_numbers is None:
-            # The recorded ATen chain cannot slice by a live length, it selects by cell number.
-            self.cell_numbers = torch.arange(self.custom_mask.shape[0], device=self.device)
-        return True
-
     def _static_extend_lens(self, fb: ForwardBatch) -> torch.Tensor:
         lens = fb.spec_info.extend_seq_lens
         if lens is None:
@@ -400,6 +389,7 @@ class TritonDraftStep(TritonBackend):
     """One step of a multi-step draft. The wrapper owns and fills its tables; this one hands them to the kernels."""
 
     modes = frozenset({Mode.DRAFT_DECODE})
+    allowances = replace(TritonBackend.allowances, fused_launches=0)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         c, rule = self.config, split_rule(self.config, self.device)

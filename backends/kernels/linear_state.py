@@ -153,7 +153,7 @@ class PreparedLinearState:
         }
         lanes = max(bs + 1, bs * width if token_numbers is not None or has_links else 0)
         grid = (-(-lanes // options["LANES"]),)
-        varying = (0, 2, 3, 4, 5, 15) if ring is None else (0, 2, 3, 4, 5, 15, 16)
+        varying = (0, 2, 3, 4, 5, 15) + (() if ring is None else (16,))
         self._launch = PreparedLaunch(_linear_state_kernel, grid, args, options, varying)
 
     def __call__(

@@ -116,7 +116,7 @@ class MultiStepDraft(Forwarding):
         if self.family.shares_tables:  # upstream's launch fills a row for step S - 1 too, which nobody serves
             shared = ("kv_indptr", "kv_indices", "wrappers.0.kv_indptr", "wrappers.0.kv_indices")
             spills = frozenset(f"step{i}.{name}" for i in range(served) for name in shared)
-            derived = sum(isinstance(own, AiterDraftStep) and own.launches for own in self._inners)
+            derived = sum(own.allowances.fused_launches for own in self._inners)
             self.allowances = replace(self.allowances, spills=spills, fused_launches=1 + derived)
         elif self._inners:  # every inner backend does what it does alone
             named = {f"step{i}": inner.allowances for i, inner in enumerate(self._inners)}
@@ -184,8 +184,9 @@ class MultiStepDraft(Forwarding):
         if not self.recorded:  # first, as inner backends may read the tables
             self._rebuild(fb, self.metadata.get(key, {}))
         if in_capture or not self.family.shares_tables or self.family.plans:
-            # A recorded rebuild reads no slots here, and a view of each step's column is work of the host.
-            seen = fb if in_capture or not self.recorded else replace(fb, out_cache_loc=None)
+            # A recorded rebuild reads no slots here: no view of each step's column, which is work of the host.
+            viewed = self.recorded and not in_capture and self.pools.writes_swa
+            seen = replace(fb, out_cache_loc=None) if viewed else fb
             self.forward_hook("init_forward_metadata_out_graph", seen, in_capture=in_capture)
         if in_capture:
             self.metadata[key] = self.bind(fb)
