@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import AttentionBackend, ConfigError
+from .base import AttentionBackend, ConfigError, too_many_slots
 from .batch import ForwardBatch
 from .modes import Implementation
 
@@ -49,9 +49,7 @@ def check_slots(out_cache_loc: torch.Tensor, buffer: torch.Tensor) -> int:
     """
     n, room = out_cache_loc.shape[0], buffer.shape[0]
     if n > room:
-        raise ConfigError(
-            f"out_cache_loc has {n} slots, swa_out_cache_loc holds {room}: pass the slots of this step only"
-        )
+        raise too_many_slots(n, room)
     return n
 
 

@@ -25,6 +25,14 @@ class ConfigError(ValueError):
     """A size or option that cannot work; names the buffer or argument and both numbers."""
 
 
+def too_many_slots(given: int, room: int) -> ConfigError:
+    """More write slots than a bound buffer holds."""
+    return ConfigError(
+        f"out_cache_loc has {given} slots, swa_out_cache_loc {room} at this batch size: pass the slots of this step "
+        "only"
+    )
+
+
 class PeerMissing(ConfigError):
     """A peer implementation that is not installed here, or that this backend has no counterpart for."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .aten_ops import check_slots
 from .base import Allowances, AttentionBackend, ConfigError
 from .batch import ForwardBatch
 from .kernels.decode_metadata import (
@@ -182,7 +183,7 @@ class TrtllmMhaBackend(AttentionBackend):
             slots = self.pools.req_to_token[pool[:, None], self.strided_indices[:columns]]
         self._aten_pages(md, slots, columns)
         if md.swa_out_cache_loc is not None:
-            n = self._checked_slots(fb, md)
+            n = check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
             self.swa_out_buffer[n:].zero_()
             self.swa_out_buffer[:n].copy_(self.pools.full_to_swa[fb.out_cache_loc])
 
@@ -198,7 +199,7 @@ class TrtllmMhaBackend(AttentionBackend):
         slots = self.pools.req_to_token[fb.req_pool_indices[:b, None], self.strided_indices]
         self._aten_pages(md, slots, self.config.table_columns)
         if md.swa_out_cache_loc is not None:
-            n = self._checked_slots(fb, md)
+            n = check_slots(fb.out_cache_loc, md.swa_out_cache_loc)
             md.swa_out_cache_loc[n:].zero_()
             md.swa_out_cache_loc[:n].copy_(self.pools.full_to_swa[fb.out_cache_loc])
 
@@ -277,15 +278,6 @@ class TrtllmMhaBackend(AttentionBackend):
                 f"{self.config.table_columns} (max_context {self.config.max_context})"
             )
         return columns
-
-    def _checked_slots(self, fb: ForwardBatch, md: TrtllmMhaMetadata) -> int:
-        n, room = fb.out_cache_loc.shape[0], md.swa_out_cache_loc.shape[0]
-        if n > room:
-            raise ConfigError(
-                f"out_cache_loc has {n} slots, swa_out_cache_loc {room} for mode {fb.forward_mode} at batch size "
-                f"{fb.batch_size}: pass the slots of this step only"
-            )
-        return n
 
     def _mode_buffers(self, lens, cu_q, cu_k) -> _ModeBuffers:
         shape = (self.max_bs, self.config.table_columns)

@@ -47,7 +47,7 @@ def needs_launch(place: Place | None, ranks: int, device: Device, allreduce: str
         return False
     if not device.is_cuda:
         return allreduce == "gloo"
-    there = _gpus()
+    there = gpus()
     if there >= ranks:
         return True
     if allreduce != "auto":
@@ -59,10 +59,10 @@ def usual_ranks(place: Place | None, device: Device, simulated: int) -> int:
     """How many ranks where nobody said: those that are there, else one a GPU if there are several."""
     if place is not None:
         return place.size
-    return max(_gpus(), 1) if device.is_cuda and _gpus() > 1 else simulated
+    return max(gpus(), 1) if device.is_cuda and gpus() > 1 else simulated
 
 
-def _gpus() -> int:
+def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

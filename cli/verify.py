@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, plan
+from . import options, plan, tp
 from .errors import CliError, ExitCode
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def verify(
     from ..profilers.conformance import CHECKS
     from ..profilers.conformance import verify as findings_of
 
-    gpus = _gpus() if any_gpu else int(where.is_cuda)
+    gpus = tp.gpus() if any_gpu else int(where.is_cuda)
     checks = None if check == "all" else _checks(check, list(CHECKS))
     found = findings_of(
         names,
@@ -101,12 +101,6 @@ def verify(
     if not known:
         raise CliError("nothing was checked: no such fault, or no backend has the modes asked for")
     return ExitCode.FOUND_WRONG if any(f.status == "fail" for f in known) else ExitCode.OK
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _usual_jobs(gpus: int) -> int:

@@ -96,12 +96,12 @@ def _served(candidate: Candidate, default: Candidate, lengths: Mapping[str, Time
     return tuple(
         name
         for name, times in lengths.items()
-        if candidate in times and default in times and not_slower(times[default], times[candidate])
+        if candidate in times and default in times and _not_slower(times[default], times[candidate])
     )
 
 
-def not_slower(default_us: Sequence[float], us: Sequence[float]) -> bool:
-    """Whether a candidate was timed and takes no more than the default, within the noise and MARGIN."""
+def _not_slower(default_us: Sequence[float], us: Sequence[float]) -> bool:
+    """Whether a candidate takes no more than the default, within the noise and MARGIN."""
     verdict = _verdict(default_us, us)
     return verdict.ratio is not None and verdict.ratio <= 1 + MARGIN and verdict.word != SLOWER
 

@@ -75,8 +75,13 @@ def shapes(tuned: Sequence[Case]) -> list[Case]:
     return [case for case in dict.fromkeys(made) if case not in tuned]
 
 
+def short_mix(limit: int) -> str:
+    """Lengths of short requests: up to the limit's 64th part."""
+    return f"uniform:1:{max(1, limit // 64)}"
+
+
 def _around(case: Case) -> Iterator[Case]:
-    for context in (f"uniform:1:{max(1, case.max_context // 64)}", f"uniform:1:{case.max_context}"):
+    for context in (short_mix(case.max_context), f"uniform:1:{case.max_context}"):
         yield replace(case, context=context)
     more = case.bucket + max(1, case.bucket // 2)
     yield replace(case, bs=more, bucket=more)

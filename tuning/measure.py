@@ -27,6 +27,7 @@ from ..profilers.device_time import GpuTimer, Timer, interleaved_us
 from ..profilers.graphs import CaptureError, capturing
 from ..profilers.measure import attention_config, batch_shape, case_pools
 from ..profilers.sample import Case
+from .held_out import short_mix
 from .outcome import SKIPPED, Finals, Outcome, timed
 from .space import Candidate
 
@@ -42,8 +43,8 @@ FINAL_COUNTS, FINAL_REPEATS = (2 * DRAWS, 6 * DRAWS), 3
 COLD_REPEATS, UNLIKE_REPEATS = 1, 1
 """A flush before each rebuild makes cold samples expensive, and they only guard; those on lengths unlike the mix's only
 say what else a choice is good for."""
-SHORT_SHARE, LONG_SHARE = 64, 2
-"""Short requests have up to the limit's 64th part, long ones at least its half."""
+LONG_SHARE = 2
+"""Long requests have at least the limit's half; short ones are those of held-out shapes."""
 Samples = dict[Candidate, tuple[float, ...]]
 MOST_POOLS = 8
 """Tables that are kept, of the last shapes: each up to some hundred megabytes."""
@@ -240,7 +241,7 @@ class _Batches:
         self.draws = [first.batch, *(self._loaded(lengths)[1] for lengths in drawn[1:])]
         self.checks = [*(self._check(lengths) for lengths in self._edges(drawn[0])), first]
         limit = self._shape.limit
-        self.short = [self._loaded(self._drawn(f"uniform:1:{max(1, limit // SHORT_SHARE)}"))[1] for _ in range(DRAWS)]
+        self.short = [self._loaded(self._drawn(short_mix(limit)))[1] for _ in range(DRAWS)]
         self.long = [
             self._loaded(self._drawn(f"uniform:{max(1, limit // LONG_SHARE)}:{limit}"))[1] for _ in range(DRAWS)
         ]

@@ -60,9 +60,10 @@ def together(ranks: Sequence[Finals]) -> Finals:
     if not all(finals.hot_us for finals in ranks):
         return Finals({}, note="; ".join(notes))
     rejected = {c: outcome for finals in reversed(ranks) for c, outcome in finals.rejected.items()}
-    hot, cold, short, long = (_means([getattr(f, name) for f in ranks]) for name in MEANS)
+    means = {name: _means([getattr(f, name) for f in ranks]) for name in MEANS}
+    hot = means["hot_us"]
     slowest = {c: max((finals.hot_us[c] for finals in ranks), key=median) for c in hot} if len(ranks) > 1 else {}
-    return Finals(hot, cold, slowest, rejected, "; ".join(notes), short, long)
+    return Finals(**means, slowest_us=slowest, rejected=rejected, note="; ".join(notes))
 
 
 def _means(ranks: Sequence[Times]) -> Times:

@@ -73,8 +73,6 @@ class Session:
         jobs: compiler processes.
         ranks: devices that time the finalists, one a rank; the first is `device`.
         resumed: what the log of an interrupted run already has.
-        variables: environment variables of the processes.
-        stores: whether choices are saved.
     """
 
     def __init__(
@@ -88,20 +86,17 @@ class Session:
         seed: int = 0,
         ranks: Sequence[str] = (),
         resumed: Mapping[Case, Replay] | None = None,
-        variables: Mapping[str, str] | None = None,
-        stores: bool = True,
         listen: Listen = lambda case, phase, outcome: None,
     ) -> None:
         self._device, self._log, self._search, self._seed, self._listen = device, log, search, seed, listen
-        self._stores = stores
-        self._compilers = Compilers(target, jobs, variables) if target else None
+        self._compilers = Compilers(target, jobs) if target else None
         self._warp_size = target.warp_size if target else 32
         self._resumed = dict(resumed or {})
         self._known: dict[Case, dict[Candidate, float]] = {}
         self._stored = [entry for _, entry in store.saved_entries()[0]]
         self._finals_s = FINALS_S
         self._ranks = len(ranks) or 1
-        variables = {**(variables or {}), "TRITON_INTERPRET": "0" if device.is_cuda else "1"}
+        variables = {"TRITON_INTERPRET": "0" if device.is_cuda else "1"}
         benches = [IsolatedBench(BENCH, name, variables=variables) for name in ranks or [str(device)]]
         self._bench = RankBenches(benches, len(set(ranks)) == len(ranks)) if len(benches) > 1 else benches[0]
 
@@ -115,14 +110,15 @@ class Session:
         """
         ends = time.monotonic() + budget_s
         cases = in_turns(cases)
-        begun: list[_Begun] = []
+        ahead = (self._begun(case, turn) for turn, case in enumerate(cases))
+        following = next(ahead, None)
         for i in range(len(cases)):
-            begun += [self._begun(case, turn) for turn, case in enumerate(cases) if i + len(begun) <= turn <= i + 1]
+            begun, following = following, next(ahead, None)  # which is compiled while this one is measured
             if i == 0:
                 self._bench.start()
-                begun[0].wait_for_compilers(START_SHARE * max(0.0, ends - time.monotonic()))
+                begun.wait_for_compilers(START_SHARE * max(0.0, ends - time.monotonic()))
             now = time.monotonic()
-            yield self._tuned(begun.pop(0), now + max(0.0, ends - now) / (len(cases) - i))
+            yield self._tuned(begun, now + max(0.0, ends - now) / (len(cases) - i))
 
     def _begun(self, case: Case, turn: int) -> _Begun:
         """A case whose search has said what it tries first, and whose compilers are at it."""
@@ -159,7 +155,7 @@ class Session:
         self._known[case] = {o.candidate: o.median_us for o in tuned.outcomes if o.status == OK and o.samples_us}
         if not (logged and logged.finals(list(tuned.finals.hot_us)).hot_us):
             self._log.finals(case, tuned.finals)
-        if tuned.choice is None or not self._stores:
+        if tuned.choice is None:
             return Report(case, space, tuned, begun.compiled, notes=tuned.notes, seconds=begun.seconds)
         entry = entry_of(case, self._device.name, space[0], tuned, self._ranks)
         notes = (*tuned.notes, *store.save([entry]))

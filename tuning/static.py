@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -98,13 +98,10 @@ class Compiled:
 
 
 class Compilers:
-    """Compiler processes for one target, `jobs` of them; they start when there is something to compile.
+    """Compiler processes for one target, `jobs` of them; they start when there is something to compile."""
 
-    variables: environment variables of theirs.
-    """
-
-    def __init__(self, target: Target, jobs: int = 1, variables: Mapping[str, str] | None = None) -> None:
-        self._workers = [_Worker(target, variables or {}) for _ in range(max(1, jobs))]
+    def __init__(self, target: Target, jobs: int = 1) -> None:
+        self._workers = [_Worker(target) for _ in range(max(1, jobs))]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -167,15 +164,14 @@ class Compilers:
 class _Worker:
     """A compiler process, replaced when a candidate crashes it."""
 
-    def __init__(self, target: Target, variables: Mapping[str, str]) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
-        self._variables = {**variables, "TRITON_INTERPRET": "0"}
         self._child: Child | None = None
 
     def compile(self, case: Case, candidate: Candidate) -> Compiled:
         try:
             if self._child is None:
-                self._child = Child(COMPILER, self._target, variables=self._variables)
+                self._child = Child(COMPILER, self._target, variables={"TRITON_INTERPRET": "0"})
             return self._child.call("compile", case, candidate, limit_s=COMPILE_LIMIT_S)
         except ChildTimeout as error:
             self._child = None

@@ -96,33 +96,26 @@ def seen_from(
         stored: choices of other runs, of any GPU.
     """
     own = key_of(case, device)
+    alike = _parameters(own)
     measured = [(key_of(other, device), times) for other, times in known.items()]
-    seen = [
-        Seen(_offset(own, key), times)
-        for key, times in (*measured, *((entry.key, _times(entry)) for entry in stored))
-        if times and _parameters(key) == _parameters(own)
-    ]
+    told = [(key, times) for key, times in measured if _parameters(key) == alike]
+    told += [(entry.key, _times(entry)) for entry in stored if _parameters(entry.key) == alike]
+    seen = [Seen(_offset(own, key), times) for key, times in told if times]
     return sorted(seen, key=lambda one: one.distance)
 
 
 def _times(entry: Entry) -> dict[Candidate, float]:
     """Nothing for an entry without times, as one that was written by hand."""
-    default = _default(entry.key)
+    key = entry.key
+    default = Candidate.of(**kernel_of(key.backend).default_of(key.bucket, key.columns))
     named = {default: entry.facts.get("default_p50_us"), Candidate.of(**entry.config): entry.facts.get("p50_us")}
-    return {candidate: us for candidate, us in named.items() if candidate and isinstance(us, float) and us > 0}
-
-
-def _default(key: Key) -> Candidate | None:
-    try:
-        return Candidate.of(**kernel_of(key.backend).default_of(key.bucket, key.columns))
-    except NotTunable:  # of another version
-        return None
+    return {candidate: us for candidate, us in named.items() if isinstance(us, float) and us > 0}
 
 
 def _parameters(key: Key) -> str:
     try:
         return kernel_of(key.backend).config
-    except NotTunable:
+    except NotTunable:  # of another version
         return ""
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..base import ConfigError
+from ..base import too_many_slots
 from ..modes import TailPolicy
 from .device import batch_max, ceil_pages, floor_div, load_below, swa_slot, write_swa_slots
 from .kv_indices import check_vector
@@ -360,10 +360,7 @@ class PreparedDecodeMetadata:
         else:
             n, (stride,) = out_cache_loc.numel(), out_cache_loc.stride()
             if n > self._room:
-                raise ConfigError(
-                    f"out_cache_loc has {n} slots, swa_out_cache_loc {self._room} at this batch size: pass the slots "
-                    "of this step only"
-                )
+                raise too_many_slots(n, self._room)
             values = (req_pool_indices, seq_lens, out_cache_loc, n, stride)
         self.launch.repeat((*values, qlens) if self._sums_queries else values)
 

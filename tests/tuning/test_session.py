@@ -64,7 +64,7 @@ class MadeUpBench:
 class MadeUpCompilers:
     """The default and the last candidate spill."""
 
-    def __init__(self, target, jobs, variables) -> None:
+    def __init__(self, target, jobs) -> None:
         pass
 
     def submit(self, case, space, urgency):
